@@ -1,0 +1,133 @@
+"""Devices and hosts to one named mesh with the axes ('data', 'fsdp', 'tensor').
+
+There is always a mesh; one device is a mesh of one. The example axis of a batch is split over
+`data` and `fsdp` together, parameters over `fsdp` and `tensor`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+from core.errors import UserError
+
+AXES = ("data", "fsdp", "tensor")
+ROW_AXES = ("data", "fsdp")
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshOptions:
+    data: int = -1
+    """Devices along the data axis, which split the batch; -1 takes what the other axes leave."""
+    fsdp: int = 1
+    """Devices along the fsdp axis, which split batch, parameters and optimizer state."""
+    tensor: int = 1
+    """Devices along the tensor axis, which split the matrices of the model."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HostOptions:
+    address: str = "auto"
+    """Address host:port of process 0; "auto" takes what the cluster says (SLURM, Open MPI,
+    Kubernetes, Cloud TPU), "none" is a single process."""
+    count: int = 0
+    """Number of processes, needed with an explicit address."""
+    index: int = -1
+    """Index of this process, from 0, needed with an explicit address."""
+
+
+def join_hosts(options: HostOptions) -> None:
+    """Joins the run of several processes that this one belongs to, if there is one.
+
+    Must come before anything touches a device.
+    """
+    if options.address == "none":
+        return
+    if options.address == "auto":
+        try:
+            jax.distributed.initialize()
+        except ValueError as error:
+            # What JAX says where it finds no cluster: this is then a single process.
+            if "coordinator_address should be defined" not in str(error):
+                raise
+        return
+    host, _, port = options.address.rpartition(":")
+    if not host or not port.isdigit():
+        raise UserError(
+            f"--hosts.address {options.address!r} is not an address: give host:port of process 0, "
+            'such as 10.0.0.1:8476, or "auto" or "none".'
+        )
+    if not 0 <= options.index < options.count:
+        raise UserError(
+            f"--hosts.count {options.count} and --hosts.index {options.index} do not fit: with an "
+            "explicit --hosts.address, give the number of processes and the index of this one, "
+            "from 0 to the number less one."
+        )
+    jax.distributed.initialize(options.address, options.count, options.index)
+
+
+def simulate_devices(count: int) -> None:
+    """Makes this process see `count` CPU devices. Must come before anything touches a device."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", count)
+
+
+def make_mesh(
+    options: MeshOptions | None = None, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
+    """The mesh over all devices of all processes, or over the given ones.
+
+    Axes are of the type Auto, on purpose: models are written without a word of sharding and the
+    compiler places the collectives. (`jax.make_mesh` alone would make them Explicit.)
+
+    Raises:
+      UserError: the sizes do not multiply to the number of devices; the message says which would.
+    """
+    options = options or MeshOptions()
+    devices = jax.devices() if devices is None else list(devices)
+    given = {axis: getattr(options, axis) for axis in AXES}
+    sizes = _fit(given, len(devices))
+    return jax.make_mesh(
+        [sizes[axis] for axis in AXES], AXES, axis_types=(AxisType.Auto,) * 3, devices=devices
+    )
+
+
+def is_cpu(mesh: Mesh) -> bool:
+    return bool(mesh.devices.flat[0].platform == "cpu")
+
+
+def row_shards(mesh: Mesh) -> int:
+    """Number of parts that the example axis of a batch is split into."""
+    return math.prod(mesh.shape[axis] for axis in ROW_AXES)
+
+
+def _fit(given: dict[str, int], count: int) -> dict[str, int]:
+    text = " x ".join(f"{axis} {size}" for axis, size in given.items())
+    open_axes = [axis for axis, size in given.items() if size == -1]
+    if len(open_axes) > 1 or any(size < 1 and size != -1 for size in given.values()):
+        raise UserError(
+            f"The mesh {text} is not possible: each size is at least 1, and at most one of them is "
+            "-1 (what the others leave)."
+        )
+    fixed = math.prod(size for size in given.values() if size != -1)
+    if count % fixed == 0 and (open_axes or fixed == count):
+        return given | {axis: count // fixed for axis in open_axes}
+    ways = [f"--mesh.{axis} {fits}" for axis in AXES if (fits := _would_fit(given, axis, count))]
+    raise UserError(
+        f"The mesh {text} does not fit {count} device{'s' * (count != 1)}. "
+        + (f"With the other sizes as they are, {' or '.join(ways)} would. " if ways else "")
+        + f"The sizes must multiply to {count}; one of them may be -1."
+    )
+
+
+def _would_fit(given: dict[str, int], axis: str, count: int) -> str:
+    """The sizes of one axis with which the others, as given, fit the number of devices."""
+    others = [size for name, size in given.items() if name != axis]
+    rest = math.prod(size for size in others if size != -1)
+    if given[axis] == -1 or count % rest:
+        return ""
+    if -1 not in others:
+        return str(count // rest)
+    return ", ".join(str(n) for n in range(1, count // rest + 1) if count // rest % n == 0)

@@ -1,0 +1,93 @@
+"""Which dimensions of which parameters a `scan` walks along, read from the traced function.
+
+Layers stacked on a leading axis are fed to `lax.scan` one by one: splitting that axis would put
+whole layers on single devices and gather each at its turn, so it is never split. Nothing here
+looks at a name; a parameter is followed through casts, transposes, reshapes that keep its leading
+axis and the calls (jit, remat, custom derivatives, cond, while, scan) that it is passed to.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
+
+# A value that is a mere view of a parameter: the parameter's index, and the parameter's dimension
+# (None where it is no longer one) that each dimension of the value is.
+View = tuple[int, tuple[int | None, ...]]
+
+KEEP = {"convert_element_type", "copy", "reduce_precision", "optimization_barrier", "mul", "neg"}
+
+
+def scanned_dims(closed: ClosedJaxpr, parameters: int) -> list[set[int]]:
+    """For each of the first `parameters` arguments, the dimensions that a scan walks along."""
+    invars = closed.jaxpr.invars[:parameters]
+    views: list[View | None] = [(i, tuple(range(len(_shape(v))))) for i, v in enumerate(invars)]
+    found: list[set[int]] = [set() for _ in invars]
+    _walk(closed.jaxpr, views + [None] * (len(closed.jaxpr.invars) - parameters), found)
+    return found
+
+
+def _walk(jaxpr: Jaxpr, inputs: Sequence[View | None], found: list[set[int]]) -> list[View | None]:
+    env: dict[Var, View | None] = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def read(atom: Any) -> View | None:
+        return None if isinstance(atom, Literal) else env.get(atom)
+
+    for eqn in jaxpr.eqns:
+        ins = [read(v) for v in eqn.invars]
+        if not any(ins):
+            continue
+        outs: Sequence[View | None] = ()
+        for body, args in _bodies(eqn, ins, found):
+            outs = _walk(body, args, found)
+        # What a loop returns is no view of what went in; what a plain call returns may be.
+        if eqn.primitive.name in ("scan", "while", "cond"):
+            continue
+        env.update(zip(eqn.outvars, outs or _views(eqn, ins), strict=False))
+    return [read(v) for v in jaxpr.outvars]
+
+
+def _bodies(
+    eqn: Any, ins: list[View | None], found: list[set[int]]
+) -> Iterator[tuple[Jaxpr, list[View | None]]]:
+    """The functions that an equation calls, each with the views that are its arguments."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "scan":
+        first = params["num_consts"] + params["num_carry"]
+        for view in ins[first:]:
+            if view is not None and view[1][0] is not None:
+                found[view[0]].add(view[1][0])
+        slices = [None if view is None else (view[0], view[1][1:]) for view in ins[first:]]
+        yield params["jaxpr"].jaxpr, ins[:first] + slices
+    elif name == "while":
+        yield params["body_jaxpr"].jaxpr, ins[params["cond_nconsts"] :]
+    elif name == "cond":
+        for branch in params["branches"]:
+            yield branch.jaxpr, ins[1:]
+    else:
+        for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+            body = params.get(key)
+            body = body.jaxpr if isinstance(body, ClosedJaxpr) else body
+            if isinstance(body, Jaxpr) and len(body.invars) == len(ins):
+                yield body, ins
+
+
+def _views(eqn: Any, ins: list[View | None]) -> list[View | None]:
+    """What an equation without a body returns, as views of parameters."""
+    name, shape = eqn.primitive.name, _shape(eqn.outvars[0])
+    view = next(
+        (v for v, atom in zip(ins, eqn.invars, strict=True) if v and len(_shape(atom)) > 0), None
+    )
+    if view is None or len(eqn.outvars) > 1:
+        return [None] * len(eqn.outvars)
+    if name in KEEP and len(view[1]) == len(shape):
+        return [view]
+    if name == "transpose":
+        return [(view[0], tuple(view[1][d] for d in eqn.params["permutation"]))]
+    if name == "reshape" and shape and shape[0] == _shape(eqn.invars[0])[0]:
+        return [(view[0], (view[1][0],) + (None,) * (len(shape) - 1))]
+    return [None]
+
+
+def _shape(atom: Any) -> tuple[int, ...]:
+    return tuple(getattr(atom.aval, "shape", ()))

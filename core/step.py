@@ -1,0 +1,198 @@
+"""The step of training as a pure function, and its state.
+
+In order: a scan over the k microbatches sums gradients of the weighted loss, weighted values and
+weights; the sums are divided once by the total weight; the global norm of the gradient is taken and
+the gradient clipped to it; the optimizer updates, unless loss or gradient are not finite. It is one
+function over global arrays, so what it gives does not depend on devices, hosts or microbatches.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from core.contract import at_least_float32
+
+# The streams of randomness that are drawn from one seed.
+INIT, TRAIN, PREDICT = range(3)
+
+Arrays = dict[str, jax.Array]
+# (params, rows, key) -> sums over these rows, see `contract.weighted_sums`.
+SumsFn = Callable[[Any, Any, jax.Array | None], Arrays]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """All that a step changes."""
+
+    step: jax.Array
+    """Optimizer steps done, int32."""
+    params: Any
+    opt_state: Any
+    first_bad: jax.Array
+    """The first step whose loss or gradient was not finite, counted from 1, int32; 0 while there
+    is none. From that step on no update is applied."""
+
+
+def stream(seed: int, purpose: int) -> jax.Array:
+    """The key of one stream of randomness."""
+    return jax.random.fold_in(jax.random.key(seed), purpose)
+
+
+def initial_state(
+    params: Any, optimizer: optax.GradientTransformation | None, shardings: Any, whole: Any
+) -> TrainState:
+    """The state before the first step; what the optimizer keeps per parameter lies as it does.
+
+    Args:
+      params: the weights, laid out as `shardings` say.
+      optimizer: None keeps nothing.
+      shardings: one per parameter.
+      whole: the sharding of what is not split.
+    """
+
+    def like_parameter(leaf: Any, parameter: Any, sharding: Any) -> Any:
+        return sharding if leaf.shape == parameter.shape else whole
+
+    opt_state, trained = None, floating(params)
+    if optimizer is not None:
+        opt_shardings = optax.tree_utils.tree_map_params(
+            optimizer,
+            like_parameter,
+            jax.eval_shape(optimizer.init, trained),
+            trained,
+            floating(params, shardings),
+            transform_non_params=lambda _: whole,
+        )
+        opt_state = jax.jit(optimizer.init, out_shardings=opt_shardings)(trained)
+    step, first_bad = jax.jit(lambda: (jnp.int32(0), jnp.int32(0)), out_shardings=whole)()
+    return TrainState(step, params, opt_state, first_bad)
+
+
+def make_step(
+    sums: SumsFn,
+    optimizer: optax.GradientTransformation,
+    seed: int,
+    clip_norm: float,
+    constrain: Callable[[Any], Any],
+) -> Callable[[TrainState, Any], tuple[TrainState, Arrays]]:
+    """The step (state, batch) -> (state, metrics), for a batch of arrays [k, B/k, ...].
+
+    Args:
+      sums: of loss, metrics and weights over the rows of a microbatch.
+      optimizer: updates the floating-point parameters; others never change.
+      seed: of dropout and the like; a step's key is a function of it and the number of the step.
+      clip_norm: largest norm of the gradient, 0 for no clipping.
+      constrain: lays a tree of gradients out over the devices as the parameters are.
+
+    Returns:
+      A pure function. Its metrics are the averages of loss and metrics, the total weight, the norm
+      of the gradient before clipping, `first_bad`, and the learning rate as applied where the
+      optimizer was made with `optax.inject_hyperparams`.
+    """
+
+    def summed_gradients(params: Any, batch: Any, key: jax.Array) -> tuple[Any, Arrays]:
+        def loss(trained: Any, rows: Any, key: jax.Array) -> tuple[jax.Array, Arrays]:
+            out = sums(merged(params, trained), rows, key)
+            return out["loss"], out
+
+        def part(index: jax.Array, rows: Any) -> tuple[Any, Arrays]:
+            grad = jax.grad(loss, has_aux=True)
+            grads, out = grad(floating(params), rows, jax.random.fold_in(key, index))
+            return constrain(jax.tree.map(at_least_float32, grads)), out
+
+        total: tuple[Any, Arrays] = scan_sum(part, batch)
+        return total
+
+    def step(state: TrainState, batch: Any) -> tuple[TrainState, Arrays]:
+        key = jax.random.fold_in(stream(seed, TRAIN), state.step)
+        grads, out = summed_gradients(state.params, batch, key)
+        metrics = averages(out)
+        scale = jnp.where(out["weight"] > 0, 1 / out["weight"], 0)
+        norm = optax.global_norm(grads) * scale
+        finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
+        if clip_norm:
+            scale *= jnp.minimum(1, clip_norm / norm)
+        trained = floating(state.params)
+        grads = jax.tree.map(lambda g, p: (g * scale).astype(p.dtype), grads, trained)
+        updates, opt_state = optimizer.update(grads, state.opt_state, trained)
+        params = merged(state.params, optax.apply_updates(trained, updates))
+
+        good_so_far = finite | (state.first_bad > 0)
+        first_bad = jnp.where(good_so_far, state.first_bad, state.step + 1)
+        old = (state.params, state.opt_state)
+        params, opt_state = jax.tree.map(
+            lambda new, old: jnp.where(first_bad == 0, new, old), (params, opt_state), old
+        )
+        metrics |= {"grad_norm": norm, "first_bad": first_bad} | learning_rate(opt_state)
+        return TrainState(state.step + 1, params, opt_state, first_bad), metrics
+
+    return step
+
+
+def scan_sum(part: Callable[[jax.Array, Any], Any], batch: Any) -> Any:
+    """The sum of part(index, rows) over the microbatches, the leading axis of the batch."""
+
+    def add(total: Any, at: tuple[jax.Array, Any]) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, part(*at)), None
+
+    microbatches = jax.tree.leaves(batch)[0].shape[0]
+    xs = (jnp.arange(microbatches), batch)
+    shapes = jax.eval_shape(part, *jax.tree.map(lambda x: x[0], xs))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    total, _ = jax.lax.scan(add, zeros, xs)
+    return total
+
+
+def averages(sums: Arrays) -> Arrays:
+    """Sums divided by the total weight, which stays among them; a total of 0 gives 0."""
+    weight = sums["weight"]
+    safe = jnp.where(weight > 0, weight, 1)
+    means = {name: jnp.where(weight > 0, total / safe, 0) for name, total in sums.items()}
+    return means | {"weight": weight}
+
+
+def learning_rate(opt_state: Any) -> Arrays:
+    """{"learning_rate": as last applied}, or {} where the optimizer does not keep it."""
+    found = optax.tree_utils.tree_get_all_with_path(
+        opt_state, "learning_rate", filtering=lambda _, value: isinstance(value, jax.Array)
+    )
+    return {"learning_rate": found[0][1]} if found else {}
+
+
+def row_keys(seed: int, positions: np.ndarray) -> np.ndarray:
+    """The data of the keys of prediction, a function of the seed and an example's position."""
+    return np.asarray(_folded_keys(stream(seed, PREDICT), positions))
+
+
+@jax.jit
+def _folded_keys(key: jax.Array, numbers: jax.Array) -> jax.Array:
+    keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, numbers)
+    return jax.random.key_data(keys)
+
+
+def is_floating(x: Any) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.floating))
+
+
+def floating(params: Any, tree: Any = None) -> Any:
+    """`tree` (by default the parameters), with None where a parameter is no floating-point one."""
+    tree = params if tree is None else tree
+    return jax.tree.map(lambda p, x: x if is_floating(p) else None, params, tree)
+
+
+def merged(params: Any, trained: Any) -> Any:
+    """`params` with the leaves of `trained` that are not None."""
+    return jax.tree.map(lambda p, x: p if x is None else x, params, trained)
+
+
+def cast(params: Any, dtype: Any) -> Any:
+    """Floating-point parameters in the type of the computation; None: as they are."""
+    if dtype is None:
+        return params
+    return jax.tree.map(lambda p: p.astype(dtype) if is_floating(p) else p, params)

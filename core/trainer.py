@@ -1,0 +1,344 @@
+"""Construction, fit, evaluate, predict: all that an algorithm's three functions leave to be done.
+
+The order of construction: check the three signatures, collate an example, trace, infer a sharding
+for each parameter, and only then make the weights, right where they belong. `step.py` holds the
+step, `data.py` what comes before it, `report.py` and `checkpoint.py` what comes after.
+"""
+
+import dataclasses
+import functools
+import math
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from core.checkpoint import Best, Saved
+from core.contract import (
+    CollateFn,
+    LossFn,
+    PredictFn,
+    at_least_float32,
+    check_loss,
+    check_outputs,
+    check_signatures,
+    weighted_sums,
+)
+from core.data import Batch, Examples, Layout, batches, check_batch, collated, count, some
+from core.errors import UserError, at_least
+from core.fit import Loop, Metrics, Score, Source
+from core.mesh import is_cpu
+from core.report import ReportOptions
+from core.rules import Overrides, infer
+from core.step import (
+    INIT,
+    Arrays,
+    cast,
+    floating,
+    initial_state,
+    is_floating,
+    make_step,
+    row_keys,
+    scan_sum,
+    stream,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainOptions:
+    steps: int = 0
+    """Optimizer steps to train for; 0 lets the epochs decide."""
+    epochs: int = 1
+    """Passes over the training data, where steps is 0."""
+    batch_size: int = 16
+    """Examples per optimizer step, over all devices, hosts and microbatches."""
+    microbatches: int = 1
+    """Parts that a batch is computed in, one after the other, to save memory."""
+    clip_norm: float = 0.0
+    """Largest global norm of the gradient, a larger gradient is scaled down to it; 0 is off."""
+    compute_dtype: str = "auto"
+    """Floating-point type of the computation (weights stay float32); "auto" is bfloat16 on
+    accelerators and the type of the weights on CPU."""
+    eval_every: int = 0
+    """Optimizer steps between two evaluations; 0 evaluates after each epoch."""
+    save_every: int = 0
+    """Optimizer steps between two checkpoints; 0 saves with each evaluation."""
+    keep: int = 1
+    """Latest checkpoints that are kept, the best one apart."""
+    seed: int = 0
+    """Seed of initial weights, order of the data, dropout and sampling."""
+    report: ReportOptions = ReportOptions()
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "eval_every", "save_every", "seed", "clip_norm"):
+            at_least(self, name, 0)
+        for name in ("epochs", "batch_size", "microbatches", "keep"):
+            at_least(self, name, 1)
+
+    def total_steps(self, examples: int) -> int:
+        """Optimizer steps of a whole run over this many examples."""
+        return self.steps or self.epochs * math.ceil(examples / self.batch_size)
+
+
+class Trainer:
+    """Trains, evaluates and predicts with three functions on a mesh.
+
+    Args:
+      collate: examples -> dict of NumPy arrays with a leading example axis.
+      loss: (params, batch, key) -> `Loss`, key None in evaluation; None: predict only.
+      predict: (params, batch, keys) -> pytree of arrays with a leading example axis, or None.
+      init: key -> params; or a pytree of arrays, which is copied; or the folder of a run, whose
+        best checkpoint is read; or an object with `shapes()` and `load(shardings)`.
+      optimizer: an optax transformation, or None: no training.
+      mesh: from `make_mesh`.
+      example: a few examples, collated for their shapes.
+      options: the numbers of the run.
+      overrides: path regex -> PartitionSpec, which wins over what `core.rules` infers.
+      summarize: averages of metrics -> figures derived from them, which are logged beside them.
+      whole_batch: the loss looks across rows and must see all rows of a step at once.
+      folder: where metrics, curves and checkpoints go; None: to the console only.
+      unit: what a weight of 1 stands for, such as "tokens", for the speed that is shown.
+      show: the metrics shown in the progress bar.
+
+    Raises:
+      UserError: a function has the wrong signature or returns the wrong shapes; within seconds,
+        before anything is compiled.
+    """
+
+    def __init__(
+        self,
+        collate: CollateFn,
+        loss: LossFn | None,
+        predict: PredictFn | None,
+        init: Any,
+        optimizer: optax.GradientTransformation | None,
+        mesh: Mesh,
+        example: Examples,
+        *,
+        options: TrainOptions | None = None,
+        overrides: Overrides | None = None,
+        summarize: Callable[[Metrics], Metrics] | None = None,
+        whole_batch: bool = False,
+        folder: Path | None = None,
+        unit: str = "examples",
+        show: tuple[str, ...] = ("loss",),
+    ):
+        check_signatures(collate, loss, predict)
+        self.options = options = options or TrainOptions()
+        if whole_batch and options.microbatches > 1:
+            raise UserError(
+                "This loss looks across the rows of a batch, so it must see them at once: use "
+                f"--microbatches 1 instead of {options.microbatches}."
+            )
+        self.mesh, self.folder, self.unit, self.show = mesh, folder, unit, show
+        self.collate, self.loss, self.predict_fn = collate, loss, predict
+        self.summarize = summarize or (lambda metrics: {})
+        self.layout = Layout(mesh, options.batch_size, options.microbatches)
+        self._flat = functools.cache(lambda rows: Layout(mesh, rows))
+        self._dtype = _compute_dtype(options.compute_dtype, mesh)
+
+        shapes, load = _weights(init, stream(options.seed, INIT))
+        self.inferred = infer(*self._traced(shapes, example), mesh, overrides)
+        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), self.inferred.specs)
+        whole = NamedSharding(mesh, PartitionSpec())
+        self.state = initial_state(load(shardings), optimizer, shardings, whole)
+        self._sums_jit = jax.jit(self._batch_sums, out_shardings=whole)
+        self._outputs_jit = jax.jit(self._outputs, out_shardings=whole)
+        if optimizer is not None and loss is not None:
+            like = floating(shapes, shardings)
+            self.step = make_step(
+                self._sums,
+                optimizer,
+                options.seed,
+                options.clip_norm,
+                lambda grads: jax.lax.with_sharding_constraint(grads, like),
+            )
+            after = (jax.tree.map(lambda x: x.sharding, self.state), whole)
+            self.step_jit = jax.jit(self.step, donate_argnums=0, out_shardings=after)
+
+    def fit(
+        self,
+        train: Examples | Source,
+        valid: Examples | None = None,
+        score: Score | None = None,
+        best: tuple[str, Literal["min", "max"]] | None = None,
+    ) -> dict[str, Any]:
+        """Trains to the end of the run, evaluating and saving on the way.
+
+        Args:
+          train: examples, or a function (epoch, params) that returns those of one pass.
+          valid: examples to evaluate, and to predict where there is a `score`.
+          score: (outputs, examples) -> metrics of the predictions.
+          best: a metric of the evaluation and "min" or "max": which checkpoint is the best one.
+
+        Returns:
+          {"steps", "seconds", "train", "valid", "best"}: the last three are metrics, the latest
+          and the best ones.
+
+        Raises:
+          UserError: no optimizer, no examples, or a loss that is not finite.
+        """
+        if not hasattr(self, "step_jit"):
+            raise UserError("This trainer only predicts: to fit, give it a loss and an optimizer.")
+        return Loop(self, train, valid, score, Best(*best) if best else None).run()
+
+    def evaluate(self, examples: Examples) -> Metrics:
+        """The exact weighted averages of loss and metrics over all examples, and what
+        `summarize` makes of them.
+
+        Raises:
+          UserError: no loss, or no examples.
+        """
+        if self.loss is None:
+            raise UserError("This trainer only predicts: to evaluate, give it a loss.")
+        name = "evaluation data"
+        rows = np.arange(some(examples, name))
+        ahead = batches(examples, rows, self.layout, self.collate, name)
+        parts = jax.device_get([self._sums_jit(self.state.params, batch) for batch in ahead])
+        # Summed in double precision, so that the number of batches does not round.
+        sums = {key: sum(float(part[key]) for part in parts) for key in parts[0]}
+        weight = sums.pop("weight")
+        means = {key: total / weight if weight else 0.0 for key, total in sums.items()}
+        return self.figures(means | {"weight": weight})
+
+    def predict(self, examples: Examples, collate: CollateFn | None = None) -> list[Any]:
+        """The outputs of all examples, in order, on every process.
+
+        Args:
+          examples: any number of them, also none.
+          collate: used in place of the trainer's own.
+
+        Returns:
+          One pytree of NumPy arrays per example.
+        """
+        name, outputs = "data to predict", list[Any]()
+        everything, layout = np.arange(count(examples, name)), self._flat(self.options.batch_size)
+        for batch in batches(examples, everything, layout, collate or self.collate, name):
+            rows = everything[len(outputs) : len(outputs) + layout.batch_size]
+            own, _ = layout.place(rows)
+            keys = layout.to_global(row_keys(self.options.seed, own.reshape(-1)))
+            out = jax.device_get(self._outputs_jit(self.state.params, batch, keys))
+            outputs += [jax.tree.map(lambda x, i=i: x[i], out) for i in range(len(rows))]
+        return outputs
+
+    def predict_step(self, params: Any, batch: Mapping[str, Any], keys: jax.Array) -> Any:
+        """`predict` jitted, on collated arrays, for loops such as rollouts.
+
+        Args:
+          params: the parameters, such as `trainer.state.params`.
+          batch: arrays [B, ...], the same on every process; rows are padded to the devices.
+          keys: [B] keys, which the caller makes.
+
+        Returns:
+          A pytree of NumPy arrays [B, ...], on every process.
+        """
+        layout = self._flat(len(keys))
+        own, mask = layout.place(np.arange(len(keys)))
+        rows = own.reshape(-1)
+        arrays = {key: array[rows] for key, array in check_batch(batch, len(keys)).items()}
+        data = layout.to_global(np.asarray(jax.random.key_data(keys))[rows])
+        out = jax.device_get(self._outputs_jit(params, layout.batch(arrays, mask), data))
+        return jax.tree.map(lambda x: x[: len(keys)], out)
+
+    def figures(self, metrics: Metrics) -> Metrics:
+        """Metrics, and what `summarize` makes of them."""
+        return metrics | self.summarize(metrics)
+
+    def _sums(self, params: Any, rows: Batch, key: jax.Array | None) -> Arrays:
+        assert self.loss is not None, "only called where there is one"
+        return weighted_sums(self.loss(cast(params, self._dtype), rows, key), rows["row_mask"])
+
+    def _batch_sums(self, params: Any, batch: Batch) -> Arrays:
+        sums: Arrays = scan_sum(lambda _, rows: self._sums(params, rows, None), batch)
+        return sums
+
+    def _outputs(self, params: Any, batch: Batch, key_data: jax.Array) -> Any:
+        """Outputs [B, ...] of a batch [1, B, ...] with the data of its keys [1, B, ...]."""
+        if self.predict_fn is None:
+            raise UserError("This trainer has no predict function: give it one.")
+        rows, key_data = jax.tree.map(lambda x: x[0], (batch, key_data))
+        return self.predict_fn(cast(params, self._dtype), rows, jax.random.wrap_key_data(key_data))
+
+    def _traced(self, params: Any, example: Examples) -> tuple[Callable[..., Any], Any, Any]:
+        """Checks what loss and predict return on the shapes of one microbatch.
+
+        Returns:
+          The function that shardings are read from, and the shapes of its two arguments.
+        """
+        size, width = some(example, "example"), self.layout.width
+        arrays = collated(self.collate, example, np.arange(width) % size, "example")
+        batch = jax.eval_shape(lambda: {key: jnp.asarray(x) for key, x in arrays.items()})
+        batch["row_mask"] = jax.ShapeDtypeStruct((width,), bool)
+        params_like = jax.eval_shape(lambda tree: cast(tree, self._dtype), params)
+        keys = jax.random.split(jax.random.key(0), width)
+        if self.predict_fn is not None:
+            out = _shapes_of("predict", self.predict_fn, params_like, batch, keys)
+            check_outputs(out, width)
+        if self.loss is None:
+            assert self.predict_fn is not None, "checked with the signatures"
+            predict = self.predict_fn
+            return (lambda p, b: predict(cast(p, self._dtype), b, keys)), params, batch
+        for key in (None, keys[0]):
+            check_loss(_shapes_of("loss", self.loss, params_like, batch, key), width)
+        return (lambda p, b: self._sums(p, b, keys[0])["loss"]), params, batch
+
+
+def _shapes_of(name: str, fn: Callable[..., Any], params: Any, batch: Any, key: Any) -> Any:
+    """What a function returns, as shapes; its failures name it, the batch, and the line."""
+    try:
+        return jax.eval_shape(lambda params, batch: fn(params, batch, key), params, batch)
+    except UserError:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if "site-packages" not in frame.filename]
+        where = f"{own[-1].filename}, line {own[-1].lineno}"
+        got = ", ".join(f"{k}: {x.dtype}{list(x.shape)}" for k, x in batch.items())
+        raise UserError(
+            f"{name} failed on the batch that collate makes ({got}), at {where}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _weights(init: Any, key: jax.Array) -> tuple[Any, Callable[[Any], Any]]:
+    """The shapes of the weights that `init` stands for, and a function shardings -> weights.
+
+    Floating-point weights are kept in single precision at least; no device and no host ever holds
+    the whole of weights that are split.
+    """
+    if isinstance(init, str | Path):
+        init = Saved(init)
+    if hasattr(init, "shapes") and hasattr(init, "load"):
+        shapes, load = init.shapes(), init.load
+        return jax.eval_shape(_master, shapes), lambda shardings: _master(load(shardings))
+    if callable(init):
+        return jax.eval_shape(lambda k: _master(init(k)), key), lambda shardings: jax.jit(
+            lambda k: _master(init(k)), out_shardings=shardings
+        )(key)
+
+    def copy(tree: Any) -> Any:
+        # A step donates its state: the caller's arrays must stay the caller's.
+        return _master(jax.tree.map(jnp.copy, tree))
+
+    return jax.eval_shape(copy, init), lambda sh: jax.jit(copy, out_shardings=sh)(init)
+
+
+def _master(params: Any) -> Any:
+    return jax.tree.map(lambda p: at_least_float32(p) if is_floating(p) else p, params)
+
+
+def _compute_dtype(name: str, mesh: Mesh) -> Any:
+    """None computes in the type of the weights."""
+    if name == "auto":
+        return None if is_cpu(mesh) else jnp.bfloat16
+    if name not in ("bfloat16", "float32", "float64"):
+        raise UserError(
+            f"--compute-dtype {name} is not supported: use auto, bfloat16, float32 or float64."
+        )
+    return jnp.dtype(name)
