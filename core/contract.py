@@ -88,13 +88,17 @@ def _check_signature(name: str, fn: Callable[..., Any], wanted: tuple[str, ...])
     must = f"{name}({', '.join(wanted)})"
     if not callable(fn):
         raise UserError(f"{name} is a {type(fn).__name__}; it must be a function {must}.")
-    parameters = inspect.signature(fn).parameters.values()
-    # A partial keeps the arguments that it binds by keyword, with their values as defaults.
-    free = [p.name for p in parameters if p.default is p.empty and p.kind not in (2, 4)]
-    if tuple(free) != wanted:
+    parameters = [p for p in inspect.signature(fn).parameters.values() if p.kind not in (2, 4)]
+    # A partial keeps the arguments that it binds by keyword, with their values as defaults, and
+    # what follows them can then be given by keyword only.
+    by_place = [p.name for p in parameters if p.kind != p.KEYWORD_ONLY]
+    needed = [p.name for p in parameters if p.default is p.empty or p.name in wanted]
+    if needed != list(wanted) or by_place[: len(wanted)] != needed:
+        shown = [p.name + "=..." * (p.default is not p.empty) for p in parameters]
+        shown[len(by_place) :] = ["*"][: len(shown) - len(by_place)] + shown[len(by_place) :]
         raise UserError(
-            f"{name} takes ({', '.join(free)}); it must take exactly {must}. Bind everything else "
-            "with functools.partial and rename what is named otherwise."
+            f"{name} takes ({', '.join(shown)}); it must take exactly {must}, by position. Bind "
+            "everything else with functools.partial and rename what is named otherwise."
         )
 
 
@@ -110,6 +114,11 @@ def check_loss(out: Any, rows: int) -> None:
         raise UserError(
             f"loss returned values of shape {list(shape)} for a batch of {rows} rows; its leading "
             "axis must be the rows. Return one value per row or token; the core does the mean."
+        )
+    if not jnp.issubdtype(out.values.dtype, jnp.floating):
+        raise UserError(
+            f"loss returned values of type {out.values.dtype}, through which no gradient flows; "
+            "they must be floating-point."
         )
     if out.weights is not None and shape[: len(out.weights.shape)] != tuple(out.weights.shape):
         raise UserError(

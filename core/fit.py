@@ -52,6 +52,8 @@ class Loop:
         )
         self.step = self.logged = self.evaluated = self.saved = 0
         self.waiting: tuple[int, dict[str, jax.Array]] | None = None
+        self.score_now: float | None = None
+        self.best_score = -math.inf
         self.result: dict[str, Any] = {"train": {}, "valid": {}, "best": {}}
         self.report = Report(
             trainer.folder,
@@ -134,15 +136,15 @@ class Loop:
             metrics |= self.score(self.trainer.predict(self.valid), self.valid)
         self.report.log(self.step, metrics, "valid")
         self.evaluated, self.result["valid"] = self.step, metrics
-        known = self.result["best"]
-        if self.best and (not known or self.best.score(metrics) > self.best.score(known)):
+        self.score_now = self.best.score(metrics) if self.best else None
+        if self.score_now is not None and self.score_now > self.best_score:
+            self.best_score = self.score_now
             self.result["best"] = metrics | {"step": self.step}
 
     def _save(self) -> None:
         if self.checkpoints is None or self.saved == self.step:
             return
-        fresh = self.best is not None and self.evaluated == self.step
-        score = self.best.score(self.result["valid"]) if self.best and fresh else None
+        score = self.score_now if self.evaluated == self.step else None
         state = self.trainer.state
         rest = {"step": state.step, "opt_state": state.opt_state, "first_bad": state.first_bad}
         self.checkpoints.save(self.step, state.params, rest, score)

@@ -43,6 +43,11 @@ def join_hosts(options: HostOptions) -> None:
 
     Must come before anything touches a device.
     """
+    if options.address in ("auto", "none") and (options.count, options.index) != (0, -1):
+        raise UserError(
+            f"--hosts.count {options.count} and --hosts.index {options.index} need an explicit "
+            f'--hosts.address; with "{options.address}" leave them out.'
+        )
     if options.address == "none":
         return
     if options.address == "auto":

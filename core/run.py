@@ -13,6 +13,8 @@ a function of it. `main` makes a `Run`, which owns the folder with
 import dataclasses
 import json
 import logging
+import math
+import os
 import platform
 import subprocess
 import sys
@@ -76,11 +78,7 @@ class Run:
         self.options: RunOptions = config.run
         self.mesh = make_mesh(self.options.mesh)
         self.overrides = parse_overrides(self.options.overrides)
-        self.folder = Path(_agreed(self.options.folder or _new_folder(name)))
-        if (self.folder / "config.json").exists():
-            raise UserError(
-                f"{self.folder} holds a run already. Give another --folder, or none for a new one."
-            )
+        self.folder = _agreed_folder(name, self.options.folder)
         self.write(
             "config.json",
             {
@@ -101,12 +99,10 @@ class Run:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             part = self.folder / f"{name}.part"
-            part.write_text(json.dumps(content, indent=2, default=str) + "\n")
+            part.write_text(json.dumps(_plain(content), indent=2, allow_nan=False) + "\n")
             part.replace(self.folder / name)
         except OSError as error:
-            raise UserError(
-                f"{self.folder} cannot be written ({error.strerror}). Give another --folder."
-            ) from error
+            raise _unwritable(self.folder, error) from error
 
     def say(self, text: str) -> None:
         """Prints, on process 0."""
@@ -132,8 +128,9 @@ def launch(config_type: type[C], main: Callable[[C], Any]) -> None:
     except UserError as error:
         if debug:
             raise
-        notes = " ".join(getattr(error, "__notes__", ()))
-        print(f"error: {error} {notes}".rstrip(), file=sys.stderr)
+        # JAX adds a note about its own frames, under a rule.
+        notes = [note for note in getattr(error, "__notes__", ()) if not note.startswith("---")]
+        print(" ".join(["error:", str(error), *notes]), file=sys.stderr)
         sys.exit(2)
 
 
@@ -145,43 +142,76 @@ def read_config(folder: str | Path, default: C) -> C:
       default: an instance of that dataclass, for the types and for options since added.
 
     Raises:
-      UserError: no run is there.
+      UserError: no run is there, or it has a value that is no longer in range.
     """
     path = Path(folder) / "config.json"
     try:
-        config: C = _filled(default, json.loads(path.read_text())["config"])
-        return config
-    except (OSError, ValueError, KeyError) as error:
+        values = dict(json.loads(path.read_text())["config"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder} is not the folder of a run: {path} cannot be read.") from error
+    config: C = _filled(default, values)
+    return config
 
 
-def _filled(default: Any, values: Mapping[str, Any]) -> Any:
-    """A dataclass with the values of a JSON object in place of its own, nested ones too."""
-    fields: dict[str, Any] = {}
-    for field in dataclasses.fields(default):
-        was = getattr(default, field.name)
-        value = values.get(field.name, was)
-        if dataclasses.is_dataclass(was) and isinstance(value, Mapping):
-            value = _filled(was, value)
-        fields[field.name] = tuple(value) if isinstance(was, tuple) else value
-    return dataclasses.replace(default, **fields)
+def _filled(default: Any, value: Any) -> Any:
+    """A value from JSON in the type of the default; a dataclass field by field, nested too."""
+    if dataclasses.is_dataclass(default) and isinstance(value, Mapping):
+        names = {field.name for field in dataclasses.fields(default) if field.init}
+        new = {name: _filled(getattr(default, name), value[name]) for name in names & set(value)}
+        return dataclasses.replace(default, **new)  # type: ignore[type-var]
+    if isinstance(value, list) and not isinstance(default, list):
+        return tuple(_filled(None, item) for item in value)
+    return float(value) if isinstance(default, float) and isinstance(value, str) else value
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it: arrays as lists, and figures that are not finite as strings."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, np.ndarray | np.generic | jax.Array):
+        return _plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return json.dumps(value)
+    return value if value is None or isinstance(value, str | int | float) else str(value)
+
+
+def _agreed_folder(name: str, asked: str) -> Path:
+    """The folder that process 0 chose, on every process.
+
+    Raises:
+      UserError: process 0 found a run in it, or cannot make it.
+    """
+    taken = asked and os.path.exists(Path(asked) / "config.json")
+    folder = "" if taken or jax.process_index() else asked or _new_folder(name)
+    if jax.process_count() > 1:
+        text = np.frombuffer(folder.encode().ljust(4096, b"\0"), np.uint8)
+        folder = bytes(np.asarray(multihost_utils.broadcast_one_to_all(text), np.uint8)).decode()
+        folder = folder.rstrip("\0")
+    if not folder:
+        raise UserError(
+            f"{asked} holds a run already. Give another --folder, or none for a new one."
+        )
+    return Path(folder)
 
 
 def _new_folder(name: str) -> str:
-    stamp = time.strftime(f"runs/{name}-%Y%m%d-%H%M%S")
-    free = (stamp + (f"-{n}" if n else "") for n in range(1000))
-    return next(folder for folder in free if not Path(folder).exists())
+    stamp, number = time.strftime(f"runs/{name}-%Y%m%d-%H%M%S"), 0
+    while True:
+        folder = Path(f"{stamp}-{number}" if number else stamp)
+        try:
+            # Made at once, so that another run of the same second cannot take it too.
+            folder.mkdir(parents=True)
+            return str(folder)
+        except FileExistsError:
+            number += 1
+        except OSError as error:
+            raise _unwritable(folder, error) from error
 
 
-def _agreed(folder: str) -> str:
-    """The folder that process 0 chose, on every process."""
-    if jax.process_count() == 1:
-        return folder
-    text = np.zeros(1024, np.uint8)
-    encoded = np.frombuffer(folder.encode(), np.uint8)
-    text[: len(encoded)] = encoded
-    agreed = np.asarray(multihost_utils.broadcast_one_to_all(text))
-    return bytes(agreed[agreed > 0].astype(np.uint8)).decode()
+def _unwritable(folder: Path, error: OSError) -> UserError:
+    return UserError(f"{folder} cannot be written ({error.strerror}). Give another --folder.")
 
 
 def _commit() -> str:

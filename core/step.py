@@ -61,7 +61,7 @@ def initial_state(
 
     opt_state, trained = None, floating(params)
     if optimizer is not None:
-        opt_shardings = optax.tree_utils.tree_map_params(
+        opt_shardings = optax.tree.map_params(
             optimizer,
             like_parameter,
             jax.eval_shape(optimizer.init, trained),
@@ -114,7 +114,7 @@ def make_step(
         grads, out = summed_gradients(state.params, batch, key)
         metrics = averages(out)
         scale = jnp.where(out["weight"] > 0, 1 / out["weight"], 0)
-        norm = optax.global_norm(grads) * scale
+        norm = optax.tree.norm(grads) * scale
         finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
         if clip_norm:
             scale *= jnp.minimum(1, clip_norm / norm)
@@ -159,7 +159,7 @@ def averages(sums: Arrays) -> Arrays:
 
 def learning_rate(opt_state: Any) -> Arrays:
     """{"learning_rate": as last applied}, or {} where the optimizer does not keep it."""
-    found = optax.tree_utils.tree_get_all_with_path(
+    found = optax.tree.get_all_with_path(
         opt_state, "learning_rate", filtering=lambda _, value: isinstance(value, jax.Array)
     )
     return {"learning_rate": found[0][1]} if found else {}

@@ -56,14 +56,15 @@ def infer(
     leaves, tree = jax.tree_util.tree_flatten_with_path(params)
     scanned = scanned_dims(jax.make_jaxpr(fn)(params, batch), len(leaves))
     names = [path_name(path) for path, _ in leaves]
-    shapes = {name: tuple(leaf.shape) for name, (_, leaf) in zip(names, leaves, strict=True)}
-    chosen = {
-        name: _fsdp(shapes[name], walked, mesh.shape["fsdp"])
-        for name, walked in zip(names, scanned, strict=True)
-    } | _overridden(overrides or {}, shapes, mesh)
+    shapes = [tuple(leaf.shape) for _, leaf in leaves]
+    given = _overridden(overrides or {}, dict(zip(names, shapes, strict=True)), mesh)
+    chosen = [
+        given.get(name) or _fsdp(shape, walked, mesh.shape["fsdp"])
+        for name, shape, walked in zip(names, shapes, scanned, strict=True)
+    ]
     return Inferred(
-        specs=jax.tree.unflatten(tree, [chosen[name][0] for name in names]),
-        reasons={name: reason for name, (_, reason) in chosen.items()},
+        specs=jax.tree.unflatten(tree, [spec for spec, _ in chosen]),
+        reasons={name: reason for name, (_, reason) in zip(names, chosen, strict=True)},
     )
 
 
@@ -74,7 +75,7 @@ def path_name(path: tuple[Any, ...]) -> str:
 
 def parse_overrides(texts: tuple[str, ...]) -> dict[str, PartitionSpec]:
     """`REGEX=AXIS,AXIS,...` to overrides: one entry per dimension, `-` for a dimension left whole,
-    `fsdp+tensor` for two axes on one dimension."""
+    `fsdp+tensor` for two axes on one dimension; no entry at all replicates."""
     out = {}
     for text in texts:
         regex, equals, entries = text.rpartition("=")
@@ -83,9 +84,13 @@ def parse_overrides(texts: tuple[str, ...]) -> dict[str, PartitionSpec]:
                 f"The override {text!r} is not of the form REGEX=AXIS,AXIS,...: one entry per "
                 "dimension, '-' for a dimension left whole, such as 'embedding=tensor,-'."
             )
-        axes = [tuple(e.split("+")) if e not in ("-", "") else None for e in entries.split(",")]
-        out[regex] = PartitionSpec(*(a[0] if a and len(a) == 1 else a for a in axes))
+        out[regex] = PartitionSpec(*map(_entry, entries.split(",") if entries else ()))
     return out
+
+
+def _entry(text: str) -> str | tuple[str, ...] | None:
+    axes = tuple(axis.strip() for axis in text.split("+"))
+    return None if axes == ("-",) else axes[0] if len(axes) == 1 else axes
 
 
 def _fsdp(shape: tuple[int, ...], walked: set[int], size: int) -> tuple[PartitionSpec, str]:
@@ -94,12 +99,12 @@ def _fsdp(shape: tuple[int, ...], walked: set[int], size: int) -> tuple[Partitio
     if math.prod(shape) < SMALL:
         return PartitionSpec(), f"replicated: fewer than {SMALL} elements"
     fits = [d for d, n in enumerate(shape) if d not in walked and n % size == 0]
+    why = f" (scanned: dimension {', '.join(map(str, sorted(walked)))})" if walked else ""
     if not fits:
-        why = f" (dimension {min(walked)} is scanned)" if walked else ""
         return PartitionSpec(), f"replicated: no dimension of {shape} divides by {size}{why}"
     largest = max(fits, key=lambda d: shape[d])
     spec = PartitionSpec(*(["fsdp" if d == largest else None for d in range(largest + 1)]))
-    return spec, f"split over fsdp on dimension {largest}, its largest that divides by {size}"
+    return spec, f"split over fsdp on dimension {largest}, its largest that divides by {size}{why}"
 
 
 def _overridden(

@@ -2,10 +2,11 @@
 
 Layers stacked on a leading axis are fed to `lax.scan` one by one: splitting that axis would put
 whole layers on single devices and gather each at its turn, so it is never split. Nothing here
-looks at a name; a parameter is followed through casts, transposes, reshapes that keep its leading
-axis and the calls (jit, remat, custom derivatives, cond, while, scan) that it is passed to.
+looks at a name; a parameter is followed through casts, slices, elementwise arithmetic, transposes,
+reshapes and the calls (jit, remat, custom derivatives, cond, while, scan) that it is passed to.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,7 +16,10 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 # (None where it is no longer one) that each dimension of the value is.
 View = tuple[int, tuple[int | None, ...]]
 
-KEEP = {"convert_element_type", "copy", "reduce_precision", "optimization_barrier", "mul", "neg"}
+# Equations whose result has the dimensions of their operand, in its order.
+KEEP = {"convert_element_type", "copy", "reduce_precision", "stop_gradient", "sharding_constraint"}
+KEEP |= {"neg", "add", "sub", "mul", "div", "select_n", "slice", "dynamic_slice", "rev"}
+RESHAPE = {"reshape", "squeeze", "broadcast_in_dim"}
 
 
 def scanned_dims(closed: ClosedJaxpr, parameters: int) -> list[set[int]]:
@@ -74,18 +78,22 @@ def _bodies(
 
 def _views(eqn: Any, ins: list[View | None]) -> list[View | None]:
     """What an equation without a body returns, as views of parameters."""
-    name, shape = eqn.primitive.name, _shape(eqn.outvars[0])
-    view = next(
-        (v for v, atom in zip(ins, eqn.invars, strict=True) if v and len(_shape(atom)) > 0), None
-    )
-    if view is None or len(eqn.outvars) > 1:
+    name = eqn.primitive.name
+    if name == "optimization_barrier":
+        return ins
+    view = next((v for v in ins if v and v[1]), None)
+    if view is None or len(eqn.outvars) != 1:
         return [None] * len(eqn.outvars)
+    old, shape = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
     if name in KEEP and len(view[1]) == len(shape):
         return [view]
     if name == "transpose":
         return [(view[0], tuple(view[1][d] for d in eqn.params["permutation"]))]
-    if name == "reshape" and shape and shape[0] == _shape(eqn.invars[0])[0]:
-        return [(view[0], (view[1][0],) + (None,) * (len(shape) - 1))]
+    if name in RESHAPE and math.prod(old) == math.prod(shape):
+        # What starts where a dimension did, in row-major order, is it or its major part.
+        starts = {math.prod(old[:d]): view[1][d] for d, n in enumerate(old) if n > 1}
+        dims = [starts.get(math.prod(shape[:d])) if n > 1 else None for d, n in enumerate(shape)]
+        return [(view[0], tuple(dims))]
     return [None]
 
 
