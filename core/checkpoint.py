@@ -52,7 +52,8 @@ class Checkpoints:
     """The checkpoints in a run's folder, as they are written."""
 
     def __init__(self, folder: Path, keep: int):
-        policies = [managers.LatestN(keep), managers.BestN(get_metric_fn=_score, n=1)]
+        best = managers.BestN(get_metric_fn=_score, n=1, keep_checkpoints_without_metrics=False)
+        policies = [managers.LatestN(keep), best]
         self._manager = ocp.CheckpointManager(
             (folder / FOLDER).absolute(),
             item_names=("params", "state"),

@@ -61,10 +61,10 @@ def weighted_sums(out: Loss, row_mask: jax.Array) -> dict[str, jax.Array]:
     """
     values = out.values
     real = row_mask.reshape(row_mask.shape + (1,) * (values.ndim - 1))
-    weights = jnp.ones_like(values) if out.weights is None else out.weights
+    ones = at_least_float32(jnp.ones_like(values))
+    weights = ones if out.weights is None else out.weights
     weights = weights.reshape(weights.shape + (1,) * (values.ndim - weights.ndim))
-    weights = jnp.broadcast_to(jax.lax.stop_gradient(at_least_float32(weights)), values.shape)
-    weights = jnp.where(real, weights, 0)
+    weights = jnp.where(real, ones * jax.lax.stop_gradient(at_least_float32(weights)), 0)
 
     def total(x: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(real, at_least_float32(x), 0) * weights)

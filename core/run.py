@@ -1,7 +1,7 @@
 """What every script shares: options, devices and hosts, the folder of the run, errors.
 
-A script is `launch(Config, main)`: a frozen dataclass of options, with `RunOptions` among them, and
-a function of it. `main` makes a `Run`, which owns the folder with
+A script is `launch(Config, main)`: a frozen dataclass of options, with `RunOptions` as its `run`,
+and a function of it. `main` makes a `Run`, which owns the folder with
 
     config.json     the options, versions and what else it takes to repeat the run
     metrics.jsonl   one row per logged step and evaluation
@@ -40,9 +40,7 @@ C = TypeVar("C")
 
 
 @dataclasses.dataclass(frozen=True)
-class RunOptions(TrainOptions):
-    folder: str = ""
-    """Folder of the run; empty makes a new one below runs/."""
+class DeviceOptions:
     mesh: MeshOptions = MeshOptions()
     hosts: HostOptions = HostOptions()
     simulate_devices: int = 0
@@ -54,12 +52,23 @@ class RunOptions(TrainOptions):
     """Show the whole traceback of an error."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         at_least(self, "simulate_devices", 0)
 
 
-# The run's options stand among a script's own, without a prefix: --seed, --mesh.data.
+@dataclasses.dataclass(frozen=True)
+class RunOptions(DeviceOptions, TrainOptions):
+    folder: str = ""
+    """Folder of the run; empty makes a new one below runs/."""
+
+    def __post_init__(self) -> None:
+        DeviceOptions.__post_init__(self)
+        TrainOptions.__post_init__(self)
+
+
+# As the field `run` of a script's config: its options stand among the script's own, without a
+# prefix (--seed, --mesh.data). `Devices` is for scripts that train nothing.
 Shared = Annotated[RunOptions, tyro.conf.arg(name="")]
+Devices = Annotated[DeviceOptions, tyro.conf.arg(name="")]
 
 
 class Run:
@@ -104,6 +113,16 @@ class Run:
         except OSError as error:
             raise _unwritable(self.folder, error) from error
 
+    def save(self, name: str, writer: Callable[[Path], Any]) -> None:
+        """Lets a function write a file or folder of this name into the folder, on process 0."""
+        if jax.process_index() == 0:
+            writer(self.folder / name)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Writes summary.json, and says where everything is."""
+        self.write("summary.json", summary)
+        self.say(f"The run is in {self.folder}")
+
     def say(self, text: str) -> None:
         """Prints, on process 0."""
         if jax.process_index() == 0:
@@ -119,7 +138,7 @@ def launch(config_type: type[C], main: Callable[[C], Any]) -> None:
     debug = "--debug" in sys.argv
     try:
         config = tyro.cli(config_type)
-        options: RunOptions = config.run  # type: ignore[attr-defined]
+        options: DeviceOptions = config.run  # type: ignore[attr-defined]
         logging.getLogger("absl").setLevel(logging.ERROR)
         if options.simulate_devices:
             simulate_devices(options.simulate_devices)

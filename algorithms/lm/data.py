@@ -60,6 +60,15 @@ class Corpus:
         return digest.hexdigest()
 
 
+def load_corpus(text: Sequence[str], dataset: str, config: str, column: str) -> Corpus:
+    """What the options of the script name; by default the standard library."""
+    if text and dataset:
+        raise UserError("--text and --dataset are two sources of text: give one of them.")
+    if dataset:
+        return hub_dataset(dataset, config, column)
+    return local_text(text) if text else standard_library()
+
+
 def standard_library() -> Corpus:
     """The source of the running Python's own standard library, about 10 MB in 600 files."""
     root = Path(sysconfig.get_paths()["stdlib"])

@@ -15,7 +15,7 @@ import optax
 from flax import nnx
 
 from core import Loss
-from core.decode import Sampling, sample
+from core.decode import sample
 
 
 def collate(examples, *, block):
@@ -49,14 +49,12 @@ def loss(params, batch, key, *, model):
     return Loss(values, weights, {"bytes": batch["bytes"]})
 
 
-def predict(params, batch, keys, *, model, new_tokens, sampling=Sampling(), end=None):
-    """Continues each prompt: tokens [B, new_tokens], filled with `end` after an end."""
+def predict(params, batch, keys, *, model, length, sampling, end=None):
+    """Continues each prompt: tokens [B, length], filled with `end` after an end."""
     decoder = nnx.merge(model, params)
-    size = batch["tokens"].shape[1] + new_tokens
+    size = batch["tokens"].shape[1] + length
     cache, logits = decoder.prefill(batch["tokens"], batch["length"], size)
-    return sample(
-        decoder.step, cache, logits, keys, length=new_tokens, sampling=sampling, end=end
-    )
+    return sample(decoder.step, cache, logits, keys, length=length, sampling=sampling, end=end)
 
 
 def summarize(metrics):

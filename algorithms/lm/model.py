@@ -116,11 +116,12 @@ class Decoder(nnx.Module):
         positions = jnp.arange(tokens.shape[1])[None]
         keys = None if key is None else jax.random.split(key, count)
 
+        def attend(q, k, v):
+            return causal_attention(q, k, v), None
+
         def block(x, inputs):
             layer, key = inputs
-            return self._block(
-                x, layer, positions, lambda q, k, v: (causal_attention(q, k, v), None), key
-            )
+            return self._block(x, layer, positions, attend, key)
 
         # By default the backward pass computes again all but the products with weights: that
         # costs less than to store and stack it, attention's [T, S] above all.
@@ -146,12 +147,13 @@ class Decoder(nnx.Module):
             raise UserError(f"A cache of {size} positions does not hold prompts of {length}.")
         positions = jnp.arange(length)[None]
 
-        def block(x, layer):
-            return self._block(
-                x, layer, positions, lambda q, k, v: (causal_attention(q, k, v), (k, v))
-            )
+        def attend(q, k, v):
+            return causal_attention(q, k, v), (k, v)
 
-        x, kept = self._scan(lambda x, inputs: block(x, *inputs), self._embed(tokens))
+        def block(x, inputs):
+            return self._block(x, *inputs, positions, attend)
+
+        x, kept = self._scan(block, self._embed(tokens))
         k, v = (jnp.pad(a, [(0, 0), (0, 0), (0, size - length), (0, 0), (0, 0)]) for a in kept)
         last = jax.vmap(lambda row, n: row[n - 1])(x.reshape(batch, length, -1), lengths)
         return {"k": k, "v": v, "index": lengths[None]}, self._logits(last)

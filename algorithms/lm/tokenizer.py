@@ -20,6 +20,7 @@ from core.errors import UserError
 
 END = "<|end|>"
 NUM_BYTES = 256
+DEFAULT_VOCAB = 2048
 
 # A word with the one character before it, up to three digits, punctuation with the white space
 # after it, white space. On Python source this gives 2.79 bytes per token at 1,024 symbols and 3.92
@@ -68,18 +69,26 @@ class TextTokenizer:
         self.inner.save_pretrained(folder)
 
 
-def make_tokenizer(name: str, texts: Iterable[str] = (), vocab_size: int = 1024) -> TextTokenizer:
+def make_tokenizer(name: str, texts: Iterable[str] = (), vocab_size: int = 0) -> TextTokenizer:
     """The tokenizer called `name`: `bytes`, `bpe`, or the folder or Hub id of a trained one.
 
     Args:
       texts: what `bpe` learns from; the training documents only.
-      vocab_size: the ids of `bpe`, with the 256 bytes and the end; a short text may yield fewer.
+      vocab_size: the ids of `bpe`, with the 256 bytes and the end (a short text may yield fewer),
+        and how many any other may have at most; 0 is 2,048, and as many as it has.
     """
-    if name == "bytes":
-        return _byte_level(models.BPE(vocab=_byte_symbols(), merges=[]))
     if name == "bpe":
-        return _byte_level(models.BPE(), texts, vocab_size)
-    return load_tokenizer(name)
+        return _byte_level(models.BPE(), texts, vocab_size or DEFAULT_VOCAB)
+    if name == "bytes":
+        tokenizer = _byte_level(models.BPE(vocab=_byte_symbols(), merges=[]))
+    else:
+        tokenizer = load_tokenizer(name)
+    if 0 < vocab_size < tokenizer.vocab:
+        raise UserError(
+            f"tokenizer {name!r} has a vocabulary of {tokenizer.vocab}, larger than the model's of "
+            f"--vocab-size {vocab_size}: give at least {tokenizer.vocab}, or 0 for what it needs"
+        )
+    return tokenizer
 
 
 def load_tokenizer(folder: str | Path) -> TextTokenizer:

@@ -1,17 +1,18 @@
 """Trains a language model, by default on the source of Python's own standard library.
 
-    python -m algorithms.lm.train
+python -m algorithms.lm.train
 """
 
 import dataclasses
 from functools import partial
 
-from core import Trainer, UserError
+from core import Trainer
 from core.decode import Sampling
 from core.optimizer import AdamWOptions
 from core.run import Run, RunOptions, Shared, launch
 
-from . import data, lm
+from . import lm
+from .data import Blocks, completion_prompts, compressed_bits_per_byte, load_corpus
 from .model import ModelConfig, build
 from .tokenizer import make_tokenizer
 
@@ -31,28 +32,27 @@ class Config:
     tokenizer: str = "bpe"
     """bytes, bpe (trained on the training text), or the folder or id of a tokenizer."""
     vocab_size: int = 0
-    """Symbols that bpe is trained to, and that any other tokenizer must fit in; 0 takes 2048 for
-    bpe and as many as it has for any other."""
+    """Symbols that bpe is trained to and that any tokenizer must fit in; 0 is 2048 for bpe, and as
+    many as it has for any other."""
     block: int = 128
     """Tokens of context in training."""
     completions: int = 3
     """Held-out prompts to complete at the end."""
-    new_tokens: int = 80
+    new_tokens: int = 64
     """Tokens of each completion."""
-    sampling: Sampling = Sampling(temperature=0.7, top_p=0.95)
+    sampling: Sampling = Sampling(temperature=0.6, top_p=0.95)
     model: ModelConfig = ModelConfig()
-    optimizer: AdamWOptions = AdamWOptions(3e-3, warmup=50, b2=0.99, weight_decay=0.1)
-    run: Shared = RunOptions(steps=500, batch_size=16, eval_every=250, clip_norm=1.0)
+    optimizer: AdamWOptions = AdamWOptions(3e-3, warmup=30, b2=0.99, weight_decay=0.1)
+    run: Shared = RunOptions(steps=400, batch_size=16, eval_every=200, clip_norm=1.0)
 
 
 def main(config: Config) -> None:
-    corpus = data.load(config.text, config.dataset, config.dataset_config, config.column)
+    corpus = load_corpus(config.text, config.dataset, config.dataset_config, config.column)
     texts = (document.text for document in corpus.train)
-    tokenizer = make_tokenizer(config.tokenizer, texts, config.vocab_size or 2048)
-    train = data.Blocks(corpus.train, tokenizer, config.block)
-    held_out = data.Blocks(corpus.held_out, tokenizer, config.block)
+    tokenizer = make_tokenizer(config.tokenizer, texts, config.vocab_size)
+    train, held_out = (Blocks(d, tokenizer, config.block) for d in (corpus.train, corpus.held_out))
     run = Run("lm", config, {"corpus": corpus.digest})
-    tokenizer.save(run.folder / "tokenizer")
+    run.save("tokenizer", tokenizer.save)
 
     model, init = build(config.model, tokenizer.vocab)
     trainer = Trainer(
@@ -61,14 +61,14 @@ def main(config: Config) -> None:
         partial(
             lm.predict,
             model=model,
-            new_tokens=config.new_tokens,
+            length=config.new_tokens,
             sampling=config.sampling,
             end=tokenizer.end,
         ),
         init,
         config.optimizer.build(config.run.total_steps(len(train))),
         run.mesh,
-        train[:2],
+        [train[0]],
         options=config.run,
         overrides=run.overrides,
         summarize=lm.summarize,
@@ -76,4 +76,17 @@ def main(config: Config) -> None:
         unit="tokens",
         show=("loss", "bits_per_byte"),
     )
-    result = trainer.fit(train, held_out, best=("bits_per_byte", "min"))
+    result = trainer.fit(train, held_out, best=("loss", "min"))
+
+    pairs = completion_prompts(corpus.held_out, config.completions)
+    prompts = [{"tokens": [tokenizer.end, *tokenizer.encode(prompt)]} for prompt, _ in pairs]
+    for (prompt, _), tokens in zip(pairs, trainer.predict(prompts), strict=True):
+        run.say(f"--- {prompt}|{tokenizer.decode(tokens)}")
+    compressors = compressed_bits_per_byte(corpus.held_out)
+    bits = {"this model": result["valid"]["bits_per_byte"]} | compressors
+    run.say("held-out bits per byte: " + ", ".join(f"{k} {v:.3f}" for k, v in bits.items()))
+    run.finish(result | {"compressors": compressors})
+
+
+if __name__ == "__main__":
+    launch(Config, main)

@@ -23,6 +23,9 @@ SMALL = 4096
 
 Overrides = Mapping[str, PartitionSpec]
 
+_ENTRY = r"\s*(?:-|\w+(?:\+\w+)*)\s*"
+_OVERRIDE = re.compile(rf"(.+)=({_ENTRY}(?:,{_ENTRY})*|)")
+
 
 @dataclasses.dataclass(frozen=True)
 class Inferred:
@@ -78,19 +81,15 @@ def parse_overrides(texts: tuple[str, ...]) -> dict[str, PartitionSpec]:
     `fsdp+tensor` for two axes on one dimension; no entry at all replicates."""
     out = {}
     for text in texts:
-        regex, equals, entries = text.rpartition("=")
-        if not equals or not regex:
+        if not (form := _OVERRIDE.fullmatch(text)):
             raise UserError(
                 f"The override {text!r} is not of the form REGEX=AXIS,AXIS,...: one entry per "
                 "dimension, '-' for a dimension left whole, such as 'embedding=tensor,-'."
             )
-        out[regex] = PartitionSpec(*map(_entry, entries.split(",") if entries else ()))
+        regex, entries = form.groups()
+        axes = [tuple(entry.strip().split("+")) for entry in entries.split(",") if entry]
+        out[regex] = PartitionSpec(*(None if entry == ("-",) else entry for entry in axes))
     return out
-
-
-def _entry(text: str) -> str | tuple[str, ...] | None:
-    axes = tuple(axis.strip() for axis in text.split("+"))
-    return None if axes == ("-",) else axes[0] if len(axes) == 1 else axes
 
 
 def _fsdp(shape: tuple[int, ...], walked: set[int], size: int) -> tuple[PartitionSpec, str]:

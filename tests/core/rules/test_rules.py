@@ -135,7 +135,7 @@ def test_stacked_leaf_is_found_on_the_way_to_its_scan(fn):
         (lambda w: layers(w.transpose(1, 0, 2)), (D, L, D), {1}),
         (lambda w: layers(jnp.moveaxis(w, -1, 0)), (D, D, L), {2}),
         (lambda w: layers(w.reshape(D, D, L).T), (D, D * L), set()),
-        (lambda w: layers(w.reshape(D * D, L).T.reshape(L, D, D)), (D, D, L), set()),
+        (lambda w: layers(w.reshape(D * D, L).T.reshape(L, D, D)), (D, D, L), {2}),
         (lambda w: layers(w[0]), (1, L, D, D), {1}),
         (lambda w: layers(w.reshape(L, D, D)), (1, L, D * D), {1}),
         (jax.vmap(layers), (G, L, D, D), {1}),
@@ -144,11 +144,14 @@ def test_stacked_leaf_is_found_on_the_way_to_its_scan(fn):
         # The outer scan walks along axis 0, the inner one along what was axis 1.
         (lambda w: lax.map(layers, w).sum(), (G, L, D, D), {0, 1}),
         (lambda w: lax.map(lambda w: layers(w.transpose(2, 0, 1)), w), (G, D, D, L), {0, 3}),
-        (lambda w: lax.map(lambda w: layers(w.swapaxes(0, 1)), w.swapaxes(0, 1)), (D, G, L, D), 0),
+        (
+            lambda w: lax.map(lambda w: layers(w.swapaxes(0, 1)), w.swapaxes(0, 1)),
+            (D, G, L, D),
+            {1, 2},
+        ),
     ],
 )
 def test_scanned_dimension_is_the_parameters_own(fn, shape, dims):
-    dims = {1, 2} - {2} | {0} if dims == 0 else dims
     assert walked(fn, np.zeros(shape, np.float32)) == [dims]
 
 
@@ -322,7 +325,7 @@ def test_parameters_of_flax_layers_under_scan_and_remat():
     kernel, bias = sorted(inferred.reasons, key=lambda name: "bias" in name)
     assert inferred.reasons[kernel].startswith("split over fsdp on dimension 1")
     assert inferred.reasons[bias] == "given by the override 'bias'"
-    specs = jax.tree.leaves(inferred.specs, is_leaf=lambda x: isinstance(x, P))
+    specs = jax.tree.leaves(inferred.specs)
     assert sorted(map(str, specs)) == sorted(map(str, (P("fsdp"), P(None, "fsdp"))))
     assert jax.tree.structure(inferred.specs) == jax.tree.structure(params)
 
@@ -339,9 +342,9 @@ PARAMS = {
 @pytest.mark.parametrize(
     ("overrides", "specs"),
     [
-        ({}, ["fsdp on 1", P(), P(), P()]),
+        ({}, [..., P(), P(), P()]),
         ({"embed": P("tensor")}, [P("tensor"), P(), P(), P()]),
-        ({"layers/": P("fsdp")}, ["fsdp on 1", P("fsdp"), P("fsdp"), P()]),
+        ({"layers/": P("fsdp")}, [..., P("fsdp"), P("fsdp"), P()]),
         ({"rs/q$": P(None, ("fsdp", "tensor"))}, [..., P(), P(None, ("fsdp", "tensor")), P()]),
         ({".": P()}, [P(), P(), P(), P()]),
         ({"layers": P("fsdp"), "k": P("tensor")}, [..., P("tensor"), P("fsdp"), P()]),  # the last
@@ -350,12 +353,11 @@ PARAMS = {
 )
 def test_override_wins_where_it_matches_and_nowhere_else(overrides, specs):
     inferred = infer(loss, PARAMS, None, mesh(4, 2), overrides)
-    got = [inferred.specs["embed"], *inferred.specs["layers"].values(), inferred.specs["scale"]]
-    got = [got[0], inferred.specs["layers"]["k"], inferred.specs["layers"]["q"], got[3]]
-    assert got == [P(None, "fsdp") if s in ("fsdp on 1", ...) else s for s in specs]
+    got = [inferred.specs["embed"], *jax.tree.leaves(inferred.specs["layers"])]
+    got.append(inferred.specs["scale"])
+    assert got == [P(None, "fsdp") if spec is ... else spec for spec in specs]
     for spec, reason in zip(got, inferred.reasons.values(), strict=True):
         assert reason.startswith(("replicated", "split", "given by the override"))
-        jax.make_array_from_callback((0,), NamedSharding(mesh(4, 2), P()), lambda _: np.zeros(0))
         NamedSharding(mesh(4, 2), spec)
 
 
@@ -364,12 +366,11 @@ def test_override_wins_where_it_matches_and_nowhere_else(overrides, specs):
     [
         ({"ebmed": P()}, ["'ebmed' matches no parameter; the nearest paths are embed, "]),
         ({"layers/(": P()}, ["'layers/(' is not a regular expression: missing ), unterminated"]),
-        ({"scale": P("fsdp")}, ["scale has 0 dimensions, and PartitionSpec('fsdp',) names 1"]),
+        ({"scale": P("fsdp")}, ["scale has 0 dimensions, and P", " names 1"]),
         ({"embed": P("model")}, ["embed: 'model' is no axis of the mesh, data, fsdp, tensor"]),
         ({"k": P(None, "fsdp")}, ["layers/k: dimension 1 of (8, 62) does not divide by 4"]),
-        ({"q": P(("fsdp", "tensor", "data"))}, []),
-        ({"embed": P(("fsdp", "fsdp"))}, ["embed: 'fsdp' stands twice in PartitionSpec"]),
-        ({"embed": P("fsdp", "fsdp")}, ["embed: 'fsdp' stands twice in PartitionSpec"]),
+        ({"embed": P(("fsdp", "fsdp"))}, ["embed: 'fsdp' stands twice in P"]),
+        ({"embed": P("fsdp", "fsdp")}, ["embed: 'fsdp' stands twice in P"]),
         (
             {"xyz": P(), "embed": P("a"), "layers": P(None, "fsdp", None)},
             [
@@ -383,16 +384,12 @@ def test_override_wins_where_it_matches_and_nowhere_else(overrides, specs):
     ],
 )
 def test_overrides_that_do_not_fit_are_all_named_in_one_message(overrides, faults):
-    if not faults:
-        infer(loss, PARAMS, None, mesh(4, 2), overrides)
-        return
     with pytest.raises(UserError) as caught:
         infer(loss, PARAMS, None, mesh(4, 2), overrides)
     text = str(caught.value)
     assert text.startswith("These sharding overrides do not fit: ") and text.endswith(".")
     for fault in faults:
         assert fault in text
-    assert text.count(";") >= len(faults) - 1
 
 
 @pytest.mark.parametrize(
@@ -411,15 +408,11 @@ def test_overrides_are_read_from_text(text, overrides):
     assert parse_overrides(()) == {}
 
 
-@pytest.mark.parametrize("text", ["embed", "", "=fsdp", "embed:fsdp"])
+@pytest.mark.parametrize(
+    "text",
+    ["embed", "", "=fsdp", "a:fsdp", "a=fsdp,,-", "a=,", "a=fsdp+", "a=-+fsdp", "a=data fsdp"],
+)
 def test_text_that_is_no_override_is_refused(text):
     says = f"The override {text!r} is not of the form REGEX=AXIS,AXIS,...: one entry per"
     with pytest.raises(UserError, match=re.escape(says)):
         parse_overrides(("a=fsdp", text))
-
-
-@pytest.mark.parametrize("entries", ["fsdp,,tensor", "fsdp+", "-+fsdp", ","])
-def test_entry_that_is_no_axis_is_refused_when_it_meets_a_parameter(entries):
-    params = {"w": Shape(64, 64, 64)}
-    with pytest.raises(UserError, match="w: '-?' is no axis of the mesh, data, fsdp, tensor"):
-        infer(loss, params, None, mesh(), parse_overrides((f"w={entries}",)))
