@@ -61,7 +61,7 @@ def weighted_sums(out: Loss, row_mask: jax.Array) -> dict[str, jax.Array]:
     """
     values = out.values
     real = row_mask.reshape(row_mask.shape + (1,) * (values.ndim - 1))
-    ones = at_least_float32(jnp.ones_like(values))
+    ones = jnp.ones_like(values)
     weights = ones if out.weights is None else out.weights
     weights = weights.reshape(weights.shape + (1,) * (values.ndim - weights.ndim))
     weights = jnp.where(real, ones * jax.lax.stop_gradient(at_least_float32(weights)), 0)

@@ -131,7 +131,7 @@ def _would_fit(given: dict[str, int], axis: str, count: int) -> str:
     """The sizes of one axis with which the others, as given, fit the number of devices."""
     others = [size for name, size in given.items() if name != axis]
     rest = math.prod(size for size in others if size != -1)
-    if given[axis] == -1 or count % rest:
+    if count % rest:
         return ""
     if -1 not in others:
         return str(count // rest)

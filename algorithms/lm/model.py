@@ -80,11 +80,11 @@ class Decoder(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, vocab: int, *, rngs: nnx.Rngs):
-        def matrix(*shape, gain=1.0):  # keeps the variance of what it multiplies, times gain^2
-            return normal(*shape, std=gain * shape[-2] ** -0.5)
-
         def normal(*shape, std):
             return nnx.Param(std * jax.random.normal(rngs.params(), shape))
+
+        def matrix(*shape, gain=1.0):  # what it multiplies keeps its variance, times gain^2
+            return normal(*shape, std=gain * shape[-2] ** -0.5)
 
         def ones(*shape):
             return nnx.Param(jnp.ones(shape))
@@ -94,7 +94,7 @@ class Decoder(nnx.Module):
         kv_dim = config.kv_heads * config.head_dim
         # The stream is a sum of 2L outputs of sublayers: its variance must not grow with L.
         gain = (2 * count) ** -0.5
-        self.embedding = normal(vocab, dim, std=0.02 if config.tied else 1.0)
+        self.embedding = normal(vocab, dim, std=dim**-0.5 if config.tied else 1.0)
         self.layers = nnx.Dict(
             attention_norm=ones(count, dim),
             q=matrix(count, dim, dim),
@@ -108,7 +108,7 @@ class Decoder(nnx.Module):
         )
         self.norm = ones(dim)
         if not config.tied:
-            self.head = normal(dim, vocab, std=0.02)
+            self.head = matrix(dim, vocab)
 
     def __call__(self, tokens, key=None):
         """Logits [B, T, V] of what follows each of tokens [B, T]; a key turns dropout on."""

@@ -85,13 +85,13 @@ def _views(eqn: Any, ins: list[View | None]) -> list[View | None]:
     if view is None or len(eqn.outvars) != 1:
         return [None] * len(eqn.outvars)
     old, shape = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
-    if name in KEEP and len(view[1]) == len(shape):
+    if name in KEEP:
         return [view]
     if name == "transpose":
         return [(view[0], tuple(view[1][d] for d in eqn.params["permutation"]))]
     if name in RESHAPE and math.prod(old) == math.prod(shape):
         # What starts where a dimension did, in row-major order, is it or its major part.
-        starts = {math.prod(old[:d]): view[1][d] for d, n in enumerate(old) if n > 1}
+        starts = {math.prod(old[:d]): view[1][d] for d in range(len(old))}
         dims = [starts.get(math.prod(shape[:d])) if n > 1 else None for d, n in enumerate(shape)]
         return [(view[0], tuple(dims))]
     return [None]

@@ -54,7 +54,9 @@ straight_through.defvjp(lambda w: (w, None), lambda _, g: (g,))
 
 
 def in_while(w):
-    return lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, c[1] + layers(w)), (0, 0.0))[1]
+    least = w[0, 0, 0]  # a constant of the condition
+    more = lambda c: (c[0] + 1, c[1] + layers(w))  # noqa: E731
+    return lax.while_loop(lambda c: c[0] < least, more, (0, 0.0))[1]
 
 
 def in_cond(w):
@@ -164,6 +166,7 @@ def test_scanned_dimension_is_the_parameters_own(fn, shape, dims):
         lambda w: lax.fori_loop(0, 3, lambda i, w: w * 2, w).sum(),
         lambda w: lax.map(lambda x: x.sum(), w @ w).sum(),  # activations are no view of w
         lambda w: lax.map(lambda x: x.sum(), w.sum(0)).sum(),
+        lambda w: lax.map(lambda x: x.sum(), w[None]).sum(),  # one step, with all of w
         lambda w: lax.map(lambda x: x.sum(), jnp.broadcast_to(w.sum(), (7, 3))).sum(),
         # What a loop gives back is another thing than what it took.
         lambda w: layers(lax.scan(lambda w, _: (w.swapaxes(1, 2), None), w, None, length=2)[0]),
