@@ -5,7 +5,9 @@ own end to a multiple of the devices that split it, and split over (data, fsdp) 
 data moves between devices, and what a microbatch holds does not depend on how many there are.
 """
 
+import functools
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,8 +25,10 @@ Examples = Sequence[Any] | Mapping[str, np.ndarray]
 Collate = Callable[[Any], Mapping[str, np.ndarray]]
 Batch = dict[str, jax.Array]
 
-# Batches collated ahead of the device.
+# Batches are collated this far ahead of the device, and handed over one by one, except tiny ones:
+# as many as are ready in so many seconds, since to wake a thread for each would cost more.
 AHEAD = 2
+MOMENT = 0.001
 
 
 def count(examples: Any, name: str = "examples") -> int:
@@ -87,26 +91,18 @@ class Layout:
         spans = [range(*index[1].indices(self.width)) for index in slices if index is not None]
         # The columns of the layout that this process holds, in ascending order.
         self.columns = np.unique(np.concatenate([np.asarray(span) for span in spans]))
+        # Almost all steps have the same number of rows.
+        self._pattern = functools.lru_cache(16)(self._pattern_of)
 
-    def place(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Rows of a step to the rows that this process reads, and the mask of the real ones.
-
-        Args:
-          rows: [n] indices of examples, n at most the batch size.
+    def place(self, rows: np.ndarray) -> np.ndarray:
+        """Rows of a step [n], n at most the batch size, to those that this process reads.
 
         Returns:
-          [k, columns of this process] indices, padded by repeating one of its real rows (a process
-          without any reads the first of the step), and the boolean mask [k, width] of all.
+          [k * columns of this process], padded by repeating one of its real rows; a process
+          without any reads the first of the step.
         """
-        mask = np.zeros((self.microbatches, self.rows), bool)
-        mask.reshape(-1)[: len(rows)] = True
-        grid = np.full((self.microbatches, self.width), rows[0])
-        grid[:, : self.rows][mask] = rows
-        mask = np.pad(mask, ((0, 0), (0, self.width - self.rows)))
-        own, real = grid[:, self.columns], mask[:, self.columns]
-        if real.any():
-            own[~real] = own[real][0]
-        return own, mask
+        index, _ = self._pattern(len(rows))
+        return np.take(rows, index)
 
     def to_global(self, own: np.ndarray) -> jax.Array:
         """[k * columns of this process, ...] on this process to a global [k, width, ...]."""
@@ -120,11 +116,22 @@ class Layout:
 
         return jax.make_array_from_callback(shape, self.sharding, shard)
 
-    def batch(self, arrays: Mapping[str, np.ndarray], mask: np.ndarray) -> Batch:
-        """Arrays of this process's rows, and the mask of all, to the global batch."""
+    def batch(self, arrays: Mapping[str, np.ndarray], rows: int) -> Batch:
+        """Arrays of this process's rows, of a step of so many, to the global batch."""
         batch = {key: self.to_global(array) for key, array in arrays.items()}
-        batch["row_mask"] = self.to_global(mask[:, self.columns].reshape(-1))
-        return batch
+        return batch | {"row_mask": self._pattern(rows)[1]}
+
+    def _pattern_of(self, rows: int) -> tuple[np.ndarray, jax.Array]:
+        """Which rows of a step of so many this process reads, and the global mask of the real."""
+        mask = np.zeros((self.microbatches, self.rows), bool)
+        mask.reshape(-1)[:rows] = True
+        grid = np.zeros((self.microbatches, self.width), int)
+        grid[:, : self.rows][mask] = np.arange(rows)
+        mask = np.pad(mask, ((0, 0), (0, self.width - self.rows)))
+        own, real = grid[:, self.columns], mask[:, self.columns]
+        if real.any():
+            own[~real] = own[real][0]
+        return own.reshape(-1), self.to_global(real.reshape(-1))
 
 
 def batches(
@@ -137,26 +144,33 @@ def batches(
     """
 
     shapes: dict[str, tuple[int, ...]] = {}
+    starts = iter(range(0, len(rows), layout.batch_size))
 
-    def build(step: np.ndarray) -> Batch:
-        own, mask = layout.place(step)
-        arrays = collated(collate, examples, own.reshape(-1), name)
+    def build(start: int) -> Batch:
+        step = rows[start : start + layout.batch_size]
+        arrays = collated(collate, examples, layout.place(step), name)
         for key, array in arrays.items():
             if shapes.setdefault(key, array.shape) != array.shape:
                 raise UserError(
                     f"collate returned {key!r} as {list(array.shape)} after {list(shapes[key])}: "
                     "shapes must not depend on the examples; pad to a fixed length."
                 )
-        return layout.batch(arrays, mask)
+        return layout.batch(arrays, len(step))
+
+    def build_some() -> list[Batch]:
+        """The next batch, and those after it that are ready within a moment."""
+        some, end = [], time.monotonic() + MOMENT
+        for start in starts:
+            some.append(build(start))
+            if time.monotonic() > end:
+                break
+        return some
 
     with ThreadPoolExecutor(1, thread_name_prefix="collate") as pool:
-        ahead: deque[Any] = deque()
-        for start in range(0, len(rows), layout.batch_size):
-            ahead.append(pool.submit(build, rows[start : start + layout.batch_size]))
-            if len(ahead) > AHEAD:
-                yield ahead.popleft().result()
-        while ahead:
-            yield ahead.popleft().result()
+        ahead = deque(pool.submit(build_some) for _ in range(AHEAD))
+        while ready := ahead.popleft().result():
+            ahead.append(pool.submit(build_some))
+            yield from ready
 
 
 def collated(

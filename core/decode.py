@@ -33,7 +33,7 @@ class Sampling:
         at_least(self, "top_k", 0)
         if not 0 < self.top_p <= 1:
             raise UserError(
-                f"--top-p {self.top_p} is out of range: it must be above 0 and at most 1."
+                f"top_p {self.top_p} is out of range: it must be above 0 and at most 1."
             )
 
 
@@ -71,7 +71,7 @@ def sample(
         now = jax.vmap(jax.random.fold_in, (0, None))(keys, t)
         token = jnp.where(ended, fill, draw(logits, now, sampling))
         tokens = jax.lax.dynamic_update_index_in_dim(tokens, token, t, axis=1)
-        return tokens, ended | jnp.isin(token, ends)
+        return tokens, jnp.isin(token, ends)  # so is what fills a row that has ended
 
     def unfinished(state: tuple[Any, ...]) -> Any:
         t, _, _, ended = state

@@ -11,5 +11,4 @@ def at_least(options: Any, name: str, least: float) -> None:
     """Raises a `UserError` where a numeric option is below its least value, or not a number."""
     value = getattr(options, name)
     if not least <= value < float("inf"):
-        flag = name.replace("_", "-")
-        raise UserError(f"--{flag} {value} is out of range: it must be at least {least}.")
+        raise UserError(f"{name} {value} is out of range: it must be at least {least}.")

@@ -123,8 +123,8 @@ class Loop:
         if first_bad:
             raise UserError(
                 f"The loss or its gradient was not finite at step {first_bad}, and no update was "
-                "applied from there on. Try a lower --learning-rate, a lower --clip-norm, or "
-                "--compute-dtype float32."
+                "applied from there on. Try a lower learning rate, a lower clip norm, or the "
+                "compute dtype float32."
             )
 
     def _evaluate(self) -> None:

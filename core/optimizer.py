@@ -31,7 +31,7 @@ class AdamWOptions:
         for name in ("b1", "b2"):
             if not 0 <= getattr(self, name) < 1:
                 raise UserError(
-                    f"--{name} {getattr(self, name)} is out of range: it must be at least 0 and "
+                    f"{name} {getattr(self, name)} is out of range: it must be at least 0 and "
                     "below 1."
                 )
 
@@ -39,7 +39,7 @@ class AdamWOptions:
         """The schedule: number of updates done before -> learning rate."""
         if self.warmup >= total_steps:
             raise UserError(
-                f"--warmup {self.warmup} is not shorter than the run of {total_steps} steps."
+                f"warmup {self.warmup} is not shorter than the run of {total_steps} steps."
             )
         rest = total_steps - self.warmup
         falling = {
@@ -47,7 +47,7 @@ class AdamWOptions:
             "linear": optax.linear_schedule(self.learning_rate, 0.0, rest),
             "cosine": optax.cosine_decay_schedule(self.learning_rate, rest),
         }[self.schedule]
-        # From (1 / warmup) and not from 0: an update of nothing would waste a step.
+        # From 1 / (warmup + 1) and not from 0: an update of nothing would waste a step.
         rising = optax.linear_schedule(
             self.learning_rate / (self.warmup + 1), self.learning_rate, self.warmup
         )

@@ -56,7 +56,12 @@ def initial_state(
       whole: the sharding of what is not split.
     """
 
+    def is_masked(leaf: Any) -> bool:
+        return isinstance(leaf, optax.MaskedNode)
+
     def like_parameter(leaf: Any, parameter: Any, sharding: Any) -> Any:
+        if is_masked(leaf):  # a parameter that this part of the optimizer does not see
+            return leaf
         return sharding if leaf.shape == parameter.shape else whole
 
     opt_state, trained = None, floating(params)
@@ -68,6 +73,7 @@ def initial_state(
             trained,
             floating(params, shardings),
             transform_non_params=lambda _: whole,
+            is_leaf=is_masked,
         )
         opt_state = jax.jit(optimizer.init, out_shardings=opt_shardings)(trained)
     step, first_bad = jax.jit(lambda: (jnp.int32(0), jnp.int32(0)), out_shardings=whole)()

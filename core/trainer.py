@@ -134,7 +134,7 @@ class Trainer:
         if whole_batch and options.microbatches > 1:
             raise UserError(
                 "This loss looks across the rows of a batch, so it must see them at once: use "
-                f"--microbatches 1 instead of {options.microbatches}."
+                f"1 microbatch instead of {options.microbatches}."
             )
         self.mesh, self.folder, self.unit, self.show = mesh, folder, unit, show
         self.collate, self.loss, self.predict_fn = collate, loss, predict
@@ -221,8 +221,7 @@ class Trainer:
         everything, layout = np.arange(count(examples, name)), self._flat(self.options.batch_size)
         for batch in batches(examples, everything, layout, collate or self.collate, name):
             rows = everything[len(outputs) : len(outputs) + layout.batch_size]
-            own, _ = layout.place(rows)
-            keys = layout.to_global(row_keys(self.options.seed, own.reshape(-1)))
+            keys = layout.to_global(row_keys(self.options.seed, layout.place(rows)))
             out = jax.device_get(self._outputs_jit(self.state.params, batch, keys))
             outputs += [jax.tree.map(lambda x, i=i: x[i], out) for i in range(len(rows))]
         return outputs
@@ -239,11 +238,10 @@ class Trainer:
           A pytree of NumPy arrays [B, ...], on every process.
         """
         layout = self._flat(len(keys))
-        own, mask = layout.place(np.arange(len(keys)))
-        rows = own.reshape(-1)
+        rows = layout.place(np.arange(len(keys)))
         arrays = {key: array[rows] for key, array in check_batch(batch, len(keys)).items()}
         data = layout.to_global(np.asarray(jax.random.key_data(keys))[rows])
-        out = jax.device_get(self._outputs_jit(params, layout.batch(arrays, mask), data))
+        out = jax.device_get(self._outputs_jit(params, layout.batch(arrays, len(keys)), data))
         return jax.tree.map(lambda x: x[: len(keys)], out)
 
     def figures(self, metrics: Metrics) -> Metrics:
@@ -339,6 +337,6 @@ def _compute_dtype(name: str, mesh: Mesh) -> Any:
         return None if is_cpu(mesh) else jnp.bfloat16
     if name not in ("bfloat16", "float32", "float64"):
         raise UserError(
-            f"--compute-dtype {name} is not supported: use auto, bfloat16, float32 or float64."
+            f"compute_dtype {name} is not supported: use auto, bfloat16, float32 or float64."
         )
     return jnp.dtype(name)

@@ -191,11 +191,11 @@ def test_rows_split_over_devices_draw_the_same():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"temperature": -0.1}, "--temperature -0.1 is out of range: it must be at least 0"),
-        ({"temperature": float("nan")}, "--temperature nan"),
-        ({"top_k": -1}, "--top-k -1 is out of range: it must be at least 0"),
-        ({"top_p": 0.0}, "--top-p 0.0 is out of range: it must be above 0 and at most 1"),
-        ({"top_p": 1.5}, "--top-p 1.5 is out of range: it must be above 0 and at most 1"),
+        ({"temperature": -0.1}, "temperature -0.1 is out of range: it must be at least 0"),
+        ({"temperature": float("nan")}, "temperature nan"),
+        ({"top_k": -1}, "top_k -1 is out of range: it must be at least 0"),
+        ({"top_p": 0.0}, "top_p 0.0 is out of range: it must be above 0 and at most 1"),
+        ({"top_p": 1.5}, "top_p 1.5 is out of range: it must be above 0 and at most 1"),
     ],
 )
 def test_options_out_of_range(options, message):

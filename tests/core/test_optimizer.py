@@ -34,7 +34,7 @@ def test_rate_of_every_step_of_a_run(options, total, rates):
 
 @pytest.mark.parametrize(("warmup", "total"), [(5, 5), (6, 5), (0, 0)])
 def test_warmup_that_fills_the_run_is_refused(warmup, total):
-    says = f"--warmup {warmup} is not shorter than the run of {total} steps"
+    says = f"warmup {warmup} is not shorter than the run of {total} steps"
     with pytest.raises(UserError, match=says):
         AdamWOptions(warmup=warmup).build(total)
 
@@ -42,15 +42,15 @@ def test_warmup_that_fills_the_run_is_refused(warmup, total):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"learning_rate": -1e-3}, "--learning-rate -0.001 is out of range: it must be at least 0"),
-        ({"learning_rate": float("nan")}, "--learning-rate nan is out of range"),
-        ({"learning_rate": float("inf")}, "--learning-rate inf is out of range"),
-        ({"warmup": -1}, "--warmup -1 is out of range"),
-        ({"eps": -1.0}, "--eps -1.0 is out of range"),
-        ({"weight_decay": -0.1}, "--weight-decay -0.1 is out of range"),
-        ({"b1": 1.0}, "--b1 1.0 is out of range: it must be at least 0 and below 1"),
-        ({"b1": float("nan")}, "--b1 nan is out of range"),
-        ({"b2": -0.1}, "--b2 -0.1 is out of range"),
+        ({"learning_rate": -1e-3}, "learning_rate -0.001 is out of range: it must be at least 0"),
+        ({"learning_rate": float("nan")}, "learning_rate nan is out of range"),
+        ({"learning_rate": float("inf")}, "learning_rate inf is out of range"),
+        ({"warmup": -1}, "warmup -1 is out of range"),
+        ({"eps": -1.0}, "eps -1.0 is out of range"),
+        ({"weight_decay": -0.1}, "weight_decay -0.1 is out of range"),
+        ({"b1": 1.0}, "b1 1.0 is out of range: it must be at least 0 and below 1"),
+        ({"b1": float("nan")}, "b1 nan is out of range"),
+        ({"b2": -0.1}, "b2 -0.1 is out of range"),
     ],
 )
 def test_options_out_of_range_are_refused(options, says):
