@@ -391,6 +391,16 @@ def test_parts_in_half_precision_are_rounded_once(dtype):
     np.testing.assert_array_equal(lm_model.rms_norm(x, scale), wide.astype(dtype))
 
 
+def test_large_scores_in_half_precision_keep_their_differences():
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(1, 16, 1, 64)), jnp.bfloat16) for _ in range(3))
+    q *= 8  # scores of about 10, whose bfloat16 neighbours are 0.06 apart
+    mask = jnp.ones((1, 16, 16), bool)
+    wide = attention(*(x.astype(jnp.float32) for x in (q, k, v)), mask)
+    # Half a step of bfloat16 for the weights, and for the result.
+    np.testing.assert_allclose(attention(q, k, v, mask), wide, rtol=0, atol=0.015)
+
+
 def test_no_dtype_is_promoted_in_passing():
     structure, params = make(dataclasses.replace(SMALL, dropout=0.1))
 
