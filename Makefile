@@ -55,13 +55,13 @@ demo: $(VENV)/runtime$(JAX)
 	$(VENV)/bin/python -m algorithms.lm.train $(ARGS)
 
 test: $(VENV)/test
-	$(VENV)/bin/python -m pytest -n $(JOBS) $(ARGS)
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 test-slow: $(VENV)/test
-	$(VENV)/bin/python -m pytest -n $(JOBS) -m slow $(ARGS)
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile -m slow $(ARGS)
 
 test-all: $(HEAVY)/all
-	$(HEAVY)/bin/python -m pytest -n $(JOBS) -m heavy $(ARGS)
+	$(HEAVY)/bin/python -m pytest -n $(JOBS) --dist loadfile -m heavy $(ARGS)
 
 lint: $(VENV)/lint
 	$(VENV)/bin/ruff format --check .
