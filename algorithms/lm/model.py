@@ -50,18 +50,18 @@ class ModelConfig:
             at_least(self, name, 1)
         if not 0 <= self.dropout < 1:
             raise UserError(
-                f"--dropout {self.dropout} is out of range: it must be at least 0 and below 1."
+                f"dropout {self.dropout} is out of range: it must be at least 0 and below 1."
             )
         pairs, per_kv = 2 * self.heads, self.kv_heads
         wrong = []
         if self.dim % pairs:
             wrong.append(
-                f"--dim {self.dim} is not a multiple of {pairs}, which gives each of {self.heads} "
+                f"dim {self.dim} is not a multiple of {pairs}, which gives each of {self.heads} "
                 f"heads an even size; use {_multiples(self.dim, pairs)}."
             )
         if self.heads % per_kv:
             wrong.append(
-                f"--heads {self.heads} is not a multiple of --kv-heads {per_kv}; "
+                f"heads {self.heads} is not a multiple of kv_heads {per_kv}; "
                 f"use {_multiples(self.heads, per_kv)}."
             )
         if wrong:

@@ -436,14 +436,14 @@ def test_rows_split_over_devices_move_no_data(x64):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"dim": 190}, "--dim 190 is not a multiple of 12, .* of 6 heads .*; use 180 or 192"),
-        ({"dim": 18}, "--dim 18 .* use 12 or 24"),
-        ({"kv_heads": 4}, "--heads 6 is not a multiple of --kv-heads 4; use 4 or 8"),
-        ({"kv_heads": 8}, "--heads 6 is not a multiple of --kv-heads 8; use 8"),
-        ({"dim": 100, "kv_heads": 4}, r"--dim 100 .* use 96 or 108\. --heads 6 .* use 4 or 8\."),
-        ({"layers": 0}, "--layers 0 is out of range: it must be at least 1"),
-        ({"kv_heads": 0}, "--kv-heads 0 is out of range"),
-        ({"dropout": 1.0}, "--dropout 1.0 is out of range: it must be at least 0 and below 1"),
+        ({"dim": 190}, "dim 190 is not a multiple of 12, .* of 6 heads .*; use 180 or 192"),
+        ({"dim": 18}, "dim 18 .* use 12 or 24"),
+        ({"kv_heads": 4}, "heads 6 is not a multiple of kv_heads 4; use 4 or 8"),
+        ({"kv_heads": 8}, "heads 6 is not a multiple of kv_heads 8; use 8"),
+        ({"dim": 100, "kv_heads": 4}, r"dim 100 .* use 96 or 108\. heads 6 .* use 4 or 8\."),
+        ({"layers": 0}, "layers 0 is out of range: it must be at least 1"),
+        ({"kv_heads": 0}, "kv_heads 0 is out of range"),
+        ({"dropout": 1.0}, "dropout 1.0 is out of range: it must be at least 0 and below 1"),
     ],
     ids=str,
 )
