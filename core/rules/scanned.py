@@ -1,9 +1,10 @@
-"""Which dimensions of which parameters a `scan` walks along, read from the traced function.
+"""Which dimensions of which parameters are walked along one by one, read from the traced function.
 
-Layers stacked on a leading axis are fed to `lax.scan` one by one: splitting that axis would put
-whole layers on single devices and gather each at its turn, so it is never split. Nothing here
-looks at a name; a parameter is followed through casts, slices, elementwise arithmetic, transposes,
-reshapes and the calls (jit, remat, custom derivatives, cond, while, scan) that it is passed to.
+Layers stacked on a leading axis are fed to `lax.scan`, or to a loop that is unrolled: splitting
+that axis would put whole layers on single devices and gather each at its turn, so it is never
+split. Nothing here looks at a name; a parameter is followed through casts, slices, elementwise
+arithmetic, transposes, reshapes and the calls (jit, remat, custom derivatives, cond, while, scan)
+that it is passed to.
 """
 
 import math
@@ -44,6 +45,7 @@ def _walk(jaxpr: Jaxpr, inputs: Sequence[View | None], found: list[set[int]]) ->
         outs: Sequence[View | None] = ()
         for body, args in _bodies(eqn, ins, found):
             outs = _walk(body, args, found)
+        _note_single_slices(eqn, ins, found)
         # What a loop returns is no view of what went in; what a plain call returns may be.
         if eqn.primitive.name in ("scan", "while", "cond"):
             continue
@@ -74,6 +76,20 @@ def _bodies(
             body = body.jaxpr if isinstance(body, ClosedJaxpr) else body
             if isinstance(body, Jaxpr) and len(body.invars) == len(ins):
                 yield body, ins
+
+
+def _note_single_slices(eqn: Any, ins: list[View | None], found: list[set[int]]) -> None:
+    """A scan that is unrolled takes its layers by slices of one."""
+    name, view, shape = eqn.primitive.name, ins[0], _shape(eqn.invars[0])
+    dims: list[int] = []
+    if name == "unstack":
+        dims = [eqn.params["axis"]]
+    elif name in ("slice", "dynamic_slice"):
+        out = _shape(eqn.outvars[0])
+        dims = [d for d, n in enumerate(shape) if out[d] == 1 < n]
+        dims = dims if len(dims) == 1 else []  # several: a single element, no layer
+    if view is not None:
+        found[view[0]].update(n for n in (view[1][d] for d in dims) if n is not None)
 
 
 def _views(eqn: Any, ins: list[View | None]) -> list[View | None]:

@@ -84,6 +84,11 @@ FROM_ONE_LEAF = {
     "as it is": layers,
     "reversed": lambda w: layers(w, reverse=True),
     "unrolled": lambda w: layers(w, unroll=3),
+    "a loop over slices": lambda w: sum(jnp.tanh(w[i]).sum() for i in range(L)),
+    "a loop over dynamic slices": lambda w: lax.fori_loop(
+        0, L, lambda i, x: x + lax.dynamic_index_in_dim(w, i).sum(), 0.0
+    ),
+    "unstacked": lambda w: sum(x.sum() for x in jnp.unstack(w)),
     "cast": lambda w: layers(w.astype(jnp.bfloat16)),
     "rounded": lambda w: layers(lax.reduce_precision(w, 8, 7)),
     "scaled": lambda w: layers(w * 0.5),
