@@ -5,6 +5,7 @@ it is asked for; the ones it was saved with are never looked at.
 """
 
 import dataclasses
+import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,9 @@ from orbax.checkpoint import checkpoint_managers as managers
 from core.errors import UserError
 
 FOLDER = "checkpoints"
+
+# Orbax warns of what is meant here: a save without a metric, a folder that is only read.
+logging.getLogger("absl").setLevel(logging.ERROR)
 
 Which = Literal["best", "last"]
 

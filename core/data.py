@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from core.errors import UserError
@@ -39,6 +40,8 @@ def count(examples: Any, name: str = "examples") -> int:
     """
     if isinstance(examples, Mapping):
         lengths = {key: len(array) for key, array in examples.items()}
+        if not lengths:
+            raise UserError(f"The {name}: the dict of arrays is empty.")
         if len(set(lengths.values())) != 1:
             raise UserError(
                 f"The {name}: a dict of arrays must have equal leading axes, but has {lengths}."
@@ -143,6 +146,7 @@ def batches(
     index of the example that caused it.
     """
 
+    _agree(len(rows), name)
     shapes: dict[str, tuple[int, ...]] = {}
     starts = iter(range(0, len(rows), layout.batch_size))
 
@@ -171,6 +175,21 @@ def batches(
         while ready := ahead.popleft().result():
             ahead.append(pool.submit(build_some))
             yield from ready
+
+
+def _agree(rows: int, name: str) -> None:
+    """Raises a `UserError` where the processes have different numbers of examples.
+
+    One of them would wait for ever in a step that the others never reach.
+    """
+    if jax.process_count() == 1:
+        return
+    counts = [int(n) for n in multihost_utils.process_allgather(np.asarray(rows))]
+    if len(set(counts)) > 1:
+        raise UserError(
+            f"The {name}: the processes have {counts} examples; each must be given all of them, "
+            "the same on every process, of which it reads its own rows."
+        )
 
 
 def collated(
@@ -208,7 +227,7 @@ def check_batch(batch: Any, rows: int) -> dict[str, np.ndarray]:
         )
     arrays = {key: np.asarray(value) for key, value in batch.items()}
     for key, array in arrays.items():
-        if array.dtype == object or array.shape[:1] != (rows,):
+        if array.dtype.kind not in "biufcV" or array.shape[:1] != (rows,):
             raise UserError(
                 f"collate returned {key!r} as {array.dtype}{list(array.shape)} for {rows} examples;"
                 f" it must be an array of numbers with leading axis {rows}."

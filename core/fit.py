@@ -18,6 +18,7 @@ from core.data import Batch, Examples, batches, order, some
 from core.errors import UserError
 from core.mesh import row_shards
 from core.report import Report
+from core.signals import Stopped, StopSignals
 
 if TYPE_CHECKING:
     from core.trainer import Trainer
@@ -80,6 +81,9 @@ class Loop:
             if self.checkpoints:
                 stack.callback(self.checkpoints.close)
             stream = stack.enter_context(contextlib.closing(self._batches()))
+            # Several processes must stop at the same step, which no signal can promise them.
+            alone = jax.process_count() == 1
+            stop = stack.enter_context(StopSignals()) if alone else StopSignals()
             for batch, epoch_ends in itertools.islice(stream, self.total or None):
                 trainer.state, metrics = trainer.step_jit(trainer.state, batch)
                 self.step += 1
@@ -92,6 +96,10 @@ class Loop:
                 evaluated = epoch_ends if self.valid is None else self.evaluated == self.step
                 if _due(self.step, self.options.save_every, evaluated):
                     self._save()
+                if stop.received and self.step != self.total:
+                    self._log()
+                    self._save()
+                    raise Stopped(f"stopped at step {self.step} by {stop.received.name}")
             if self.logged != self.step:
                 self.waiting = (self.step, metrics)
             self._log()

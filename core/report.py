@@ -67,7 +67,6 @@ class Report:
         start: the step to continue after.
         unit: what the metric "weight" counts, for the speed.
         show: the training metrics that the console shows.
-        config: the run's settings, for Weights & Biases.
     """
 
     def __init__(
@@ -78,7 +77,6 @@ class Report:
         unit: str = "examples",
         show: tuple[str, ...] = ("loss",),
         options: ReportOptions = ReportOptions(),  # noqa: B008 (frozen)
-        config: dict[str, Any] | None = None,
     ) -> None:
         self._total, self._unit, self._show = total, unit, show
         self._main = jax.process_index() == 0
@@ -93,7 +91,7 @@ class Report:
                 if options.tensorboard:
                     self._trackers["tensorboardX"] = _tensorboard(folder, start, opened)
                 if options.wandb:
-                    self._trackers["wandb"] = _wandb(folder, start, options.wandb, config, opened)
+                    self._trackers["wandb"] = _wandb(folder, start, options.wandb, opened)
                 self._trackers["metrics.jsonl"] = _metrics_file(folder, start, opened)
             self._exit = opened.pop_all()
         self._bar: _Bar | None = None
@@ -253,13 +251,13 @@ def _tensorboard(folder: Path, start: int, on_close: ExitStack) -> Tracker:
     return track
 
 
-def _wandb(
-    folder: Path, start: int, project: str, config: dict[str, Any] | None, on_close: ExitStack
-) -> Tracker:
+def _wandb(folder: Path, start: int, project: str, on_close: ExitStack) -> Tracker:
+    config = folder / "config.json"
+    settings = json.loads(config.read_text()) if config.exists() else None
     saved = folder / "wandb_id"
     run_id = saved.read_text() if start and saved.exists() else None
     run = _optional("wandb").init(
-        project=project, id=run_id, resume="allow", dir=str(folder), config=config
+        project=project, id=run_id, resume="allow", dir=str(folder), config=settings
     )
     saved.write_text(run.id)
     # Its own step may only grow, and a continued run logs some steps again: ours is the x axis.

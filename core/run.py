@@ -12,7 +12,6 @@ and a function of it. `main` makes a `Run`, which owns the folder with
 
 import dataclasses
 import json
-import logging
 import math
 import os
 import platform
@@ -32,6 +31,7 @@ from jax.experimental import multihost_utils
 from core.errors import UserError, at_least
 from core.mesh import HostOptions, MeshOptions, join_hosts, make_mesh, simulate_devices
 from core.rules import parse_overrides
+from core.signals import Stopped
 from core.trainer import TrainOptions
 
 PACKAGES = ("jax", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -139,11 +139,13 @@ def launch(config_type: type[C], main: Callable[[C], Any]) -> None:
     try:
         config = tyro.cli(config_type)
         options: DeviceOptions = config.run  # type: ignore[attr-defined]
-        logging.getLogger("absl").setLevel(logging.ERROR)
         if options.simulate_devices:
             simulate_devices(options.simulate_devices)
         join_hosts(options.hosts)
         main(config)
+    except Stopped as stopped:
+        print(f"{stopped}; what it learnt is saved", file=sys.stderr)
+        sys.exit(1)
     except UserError as error:
         if debug:
             raise

@@ -376,9 +376,10 @@ class FakeWandb:
 def test_wandb_gets_every_row_and_a_continued_run_keeps_its_id(tmp_path, monkeypatch):
     wandb = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
+    (tmp_path / "config.json").write_text('{"seed": 1}')
     for start in (0, 5, 0):
         options = ReportOptions(wandb="project")
-        run = Report(tmp_path, 10, start, options=options, config={"seed": 1})
+        run = Report(tmp_path, 10, start, options=options)
         run.log(start + 1, {"loss": 1.0}, "valid")
         assert wandb.open
         run.close()
