@@ -30,7 +30,7 @@ from core.contract import (
     check_signatures,
     weighted_sums,
 )
-from core.data import Batch, Examples, Layout, batches, check_batch, collated, count, some
+from core.data import AHEAD, Batch, Examples, Layout, batches, check_batch, collated, count, some
 from core.errors import UserError, at_least
 from core.fit import Loop, Metrics, Score, Source
 from core.mesh import is_cpu
@@ -199,10 +199,14 @@ class Trainer:
             raise UserError("This trainer only predicts: to evaluate, give it a loss.")
         name = "evaluation data"
         rows = np.arange(some(examples, name))
-        ahead = batches(examples, rows, self.layout, self.collate, name)
-        parts = jax.device_get([self._sums_jit(self.state.params, batch) for batch in ahead])
+        parts: list[Arrays] = []
+        for batch in batches(examples, rows, self.layout, self.collate, name):
+            parts.append(self._sums_jit(self.state.params, batch))
+            # The device stays busy, but batches do not pile up on it.
+            jax.block_until_ready(parts[-1 - AHEAD :][0])
         # Summed in double precision, so that the number of batches does not round.
-        sums = {key: sum(float(part[key]) for part in parts) for key in parts[0]}
+        read = jax.device_get(parts)
+        sums = {key: sum(float(part[key]) for part in read) for key in read[0]}
         weight = sums.pop("weight")
         means = {key: total / weight if weight else 0.0 for key, total in sums.items()}
         return self.figures(means | {"weight": weight})
@@ -287,20 +291,20 @@ class Trainer:
         return (lambda p, b: self._sums(p, b, keys[0])["loss"]), params, batch
 
 
-def _shapes_of(name: str, fn: Callable[..., Any], params: Any, batch: Any, key: Any) -> Any:
-    """What a function returns, as shapes; its failures name it, the batch, and the line."""
+def _shapes_of(name: str, fn: Callable[..., Any], *args: Any) -> Any:
+    """What a function returns, as shapes; a failure names it, the line, and the batch it got."""
     try:
-        return jax.eval_shape(lambda params, batch: fn(params, batch, key), params, batch)
+        return jax.eval_shape(fn, *args)
     except UserError:
         raise
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if "site-packages" not in frame.filename]
-        where = f"{own[-1].filename}, line {own[-1].lineno}"
-        got = ", ".join(f"{k}: {x.dtype}{list(x.shape)}" for k, x in batch.items())
+        own = [frame for frame in frames if "site-packages" not in frame.filename][-1]
+        batch = args[1] if len(args) > 1 else {}
+        got = ", ".join(f"{key}: {x.dtype}{list(x.shape)}" for key, x in batch.items())
         raise UserError(
-            f"{name} failed on the batch that collate makes ({got}), at {where}: "
-            f"{type(error).__name__}: {error}"
+            f"{name} failed at {own.filename}, line {own.lineno}, with {type(error).__name__}: "
+            f"{error}" + (f" (The batch that collate makes is {got}.)" if got else "")
         ) from error
 
 
@@ -315,16 +319,14 @@ def _weights(init: Any, key: jax.Array) -> tuple[Any, Callable[[Any], Any]]:
     if hasattr(init, "shapes") and hasattr(init, "load"):
         shapes, load = init.shapes(), init.load
         return jax.eval_shape(_master, shapes), lambda shardings: _master(load(shardings))
-    if callable(init):
-        return jax.eval_shape(lambda k: _master(init(k)), key), lambda shardings: jax.jit(
-            lambda k: _master(init(k)), out_shardings=shardings
-        )(key)
 
-    def copy(tree: Any) -> Any:
-        # A step donates its state: the caller's arrays must stay the caller's.
-        return _master(jax.tree.map(jnp.copy, tree))
+    def make(given: Any) -> Any:
+        # Arrays are copied, since a step donates its state: the caller's must stay the caller's.
+        return _master(init(given) if callable(init) else jax.tree.map(jnp.copy, given))
 
-    return jax.eval_shape(copy, init), lambda sh: jax.jit(copy, out_shardings=sh)(init)
+    given = key if callable(init) else init
+    shapes = _shapes_of("init", make, given)
+    return shapes, lambda shardings: jax.jit(make, out_shardings=shardings)(given)
 
 
 def _master(params: Any) -> Any:
