@@ -30,6 +30,7 @@ import tyro
 
 from algorithms.lm import lm, train
 from algorithms.lm.model import build
+from algorithms.lm.tokenizer import DEFAULT_VOCAB
 from core import Loss, Trainer, TrainOptions, make_mesh
 from core.data import order
 
@@ -40,7 +41,7 @@ class Config:
 
     rounds: int = 7
     """Turns of each loop."""
-    lm_steps: int = 12
+    lm_steps: int = 80
     """Steps in a turn of the demo's language model; 0 leaves it out."""
     mlp_steps: int = 2000
     """Steps in a turn of the tiny network; 0 leaves it out."""
@@ -143,9 +144,9 @@ def by_hand(problem: Problem, steps: int) -> Callable[[], float]:
 def language_model() -> Problem:
     """The demo's model and options on random blocks, of which only the speed counts."""
     config = train.Config()
-    model, init = build(config.model, 2048)
+    model, init = build(config.model, DEFAULT_VOCAB)
     rng = np.random.default_rng(0)
-    tokens = rng.integers(0, 2048, (1024, config.block + 1))
+    tokens = rng.integers(0, DEFAULT_VOCAB, (1024, config.block + 1))
     return Problem(
         partial(lm.collate, block=config.block),
         partial(lm.loss, model=model),

@@ -20,15 +20,15 @@ from core.errors import at_least
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    layers: int = 4
+    layers: int = 2
     """Transformer layers."""
-    dim: int = 192
+    dim: int = 128
     """Width of the residual stream."""
-    heads: int = 6
+    heads: int = 4
     """Heads of queries."""
     kv_heads: int = 2
     """Heads of keys and values, each shared by a group of query heads."""
-    hidden: int = 512
+    hidden: int = 384
     """Width of the gated feed-forward layers."""
     dropout: float = 0.0
     """Rate of dropout on the embeddings and on what each sublayer adds."""

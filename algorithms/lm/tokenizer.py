@@ -20,7 +20,7 @@ from core.errors import UserError
 
 END = "<|end|>"
 NUM_BYTES = 256
-DEFAULT_VOCAB = 2048
+DEFAULT_VOCAB = 4096
 
 # A word with the one character before it, up to three digits, punctuation with the white space
 # after it, white space. On Python source this gives 2.79 bytes per token at 1,024 symbols and 3.92
@@ -75,7 +75,7 @@ def make_tokenizer(name: str, texts: Iterable[str] = (), vocab_size: int = 0) ->
     Args:
       texts: what `bpe` learns from; the training documents only.
       vocab_size: the ids of `bpe`, with the 256 bytes and the end (a short text may yield fewer),
-        and how many any other may have at most; 0 is 2,048, and as many as it has.
+        and how many any other may have at most; 0 is 4,096, and as many as it has.
     """
     if name == "bpe":
         return _byte_level(models.BPE(), texts, vocab_size or DEFAULT_VOCAB)

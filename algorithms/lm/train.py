@@ -32,7 +32,7 @@ class Config:
     tokenizer: str = "bpe"
     """bytes, bpe (trained on the training text), or the folder or id of a tokenizer."""
     vocab_size: int = 0
-    """Symbols that bpe is trained to and that any tokenizer must fit in; 0 is 2048 for bpe, and as
+    """Symbols that bpe is trained to and that any tokenizer must fit in; 0 is 4096 for bpe, and as
     many as it has for any other."""
     block: int = 128
     """Tokens of context in training."""
@@ -42,8 +42,8 @@ class Config:
     """Tokens of each completion."""
     sampling: Sampling = Sampling(temperature=0.6, top_p=0.95)
     model: ModelConfig = ModelConfig()
-    optimizer: AdamWOptions = AdamWOptions(3e-3, warmup=30, b2=0.99, weight_decay=0.1)
-    run: Shared = RunOptions(steps=400, batch_size=16, eval_every=200, clip_norm=1.0)
+    optimizer: AdamWOptions = AdamWOptions(1e-2, warmup=30, b2=0.99, weight_decay=0.1)
+    run: Shared = RunOptions(steps=1100, batch_size=8, eval_every=275, clip_norm=1.0)
 
 
 def main(config: Config) -> None:
