@@ -149,7 +149,10 @@ def scan_sum(part: Callable[[jax.Array, Any], Any], batch: Any) -> Any:
 
     microbatches = jax.tree.leaves(batch)[0].shape[0]
     xs = (jnp.arange(microbatches), batch)
-    shapes = jax.eval_shape(part, *jax.tree.map(lambda x: x[0], xs))
+    first = jax.tree.map(lambda x: x[0], xs)
+    if microbatches == 1:  # spares a pass over all gradients, to add them to zeros
+        return part(*first)
+    shapes = jax.eval_shape(part, *first)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     total, _ = jax.lax.scan(add, zeros, xs)
     return total

@@ -40,10 +40,10 @@ class Config:
     """Held-out prompts to complete at the end."""
     new_tokens: int = 64
     """Tokens of each completion."""
-    sampling: Sampling = Sampling(temperature=0.6, top_p=0.95)
+    sampling: Sampling = Sampling(temperature=0.5, top_p=0.95)
     model: ModelConfig = ModelConfig()
     optimizer: AdamWOptions = AdamWOptions(1e-2, warmup=30, b2=0.99, weight_decay=0.1)
-    run: Shared = RunOptions(steps=1100, batch_size=8, eval_every=275, clip_norm=1.0)
+    run: Shared = RunOptions(steps=600, batch_size=16, eval_every=150, clip_norm=1.0)
 
 
 def main(config: Config) -> None:
