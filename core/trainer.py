@@ -249,8 +249,8 @@ class Trainer:
         return jax.tree.map(lambda x: x[: len(keys)], out)
 
     def figures(self, metrics: Metrics) -> Metrics:
-        """Metrics, and what `summarize` makes of them."""
-        return metrics | self.summarize(metrics)
+        """Metrics, the loss first, and what `summarize` makes of them."""
+        return {"loss": metrics["loss"]} | self.summarize(metrics) | metrics
 
     def _sums(self, params: Any, rows: Batch, key: jax.Array | None) -> Arrays:
         assert self.loss is not None, "only called where there is one"

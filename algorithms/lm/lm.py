@@ -46,7 +46,7 @@ def loss(params, batch, key, *, model):
     values = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
     positions = jnp.arange(1, tokens.shape[1])
     weights = positions[None, :] < batch["length"][:, None]
-    return Loss(values, weights, {"bytes": batch["bytes"]})
+    return Loss(values, weights, {"bytes_per_token": batch["bytes"]})
 
 
 def predict(params, batch, keys, *, model, length, sampling, end=None):
@@ -61,6 +61,8 @@ def summarize(metrics):
     """Bits per byte and perplexity per token, from the averages per token."""
     bits = metrics["loss"] / math.log(2)
     return {
-        "bits_per_byte": bits / metrics["bytes"] if metrics["bytes"] else math.nan,
+        "bits_per_byte": bits / metrics["bytes_per_token"]
+        if metrics["bytes_per_token"]
+        else math.nan,
         "perplexity": math.exp(min(metrics["loss"], 700.0)),
     }

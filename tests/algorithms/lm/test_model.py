@@ -449,7 +449,7 @@ def test_rows_split_over_devices_move_no_data(x64):
 )
 def test_sizes_that_do_not_fit(options, message):
     with pytest.raises(UserError, match=message):
-        ModelConfig(**options)
+        ModelConfig(**({"dim": 192, "heads": 6} | options))
 
 
 def test_a_cache_too_small_for_the_prompts():
