@@ -16,8 +16,9 @@ MODULES = {"algorithms.lm.train", "algorithms.lm.generate"}
 def commands():
     for page in PAGES:
         for line in page.read_text().splitlines():
-            if match := re.match(r"\s+(python -m .*|make .*)", line):
-                yield page.name, match[1].split("#")[0].strip()
+            if match := re.match(r" {4}(python -m .*|make .*)", line):
+                # A comment, or an explanation after some space, is no part of the command.
+                yield page.name, re.split(r"\s{2,}|#", match[1])[0].strip()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
