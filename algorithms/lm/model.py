@@ -151,7 +151,8 @@ class Decoder(nnx.Module):
             return causal_attention(q, k, v), (k, v)
 
         def block(x, inputs):
-            return self._block(x, *inputs, positions, attend)
+            (layer,) = inputs
+            return self._block(x, layer, positions, attend)
 
         x, kept = self._scan(block, self._embed(tokens))
         k, v = (jnp.pad(a, [(0, 0), (0, 0), (0, size - length), (0, 0), (0, 0)]) for a in kept)
