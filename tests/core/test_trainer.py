@@ -271,6 +271,36 @@ def test_the_norm_is_clipped_on_the_whole_tree(x64, sizes):
     close(change, jax.tree.map(lambda x: x * 0.1 / metrics["grad_norm"], full), 1e-10)
 
 
+def test_a_gradient_below_the_limit_is_left_alone(x64):
+    start, end, metrics = one_free_step()
+    clipped = toy_trainer(mesh(), seed=3, clip_norm=2 * metrics["grad_norm"])
+    params, _ = after(clipped, 1, toy.examples(16))
+    close(params, end)
+
+
+def test_each_microbatch_draws_its_own_dropout():
+    def loss(params, batch, key):
+        drawn = 0.0 if key is None else jax.random.uniform(key)
+        return Loss(params["one"] * jnp.full_like(batch["value"], drawn))
+
+    alike = [
+        value_trainer(loss=loss, microbatches=k).fit([1.0] * 8)["train"]["loss"] for k in (1, 8)
+    ]
+    first = float(
+        jax.random.uniform(
+            jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(jax.random.key(0), 1), 0), 0)
+        )
+    )  # seed, stream, step, microbatch
+    assert alike[0] == pytest.approx(first) and abs(alike[1] - first) > 1e-3
+
+
+def test_the_step_gives_its_memory_back():
+    trainer = toy_trainer(mesh(data=2))
+    before = jax.tree.leaves(trainer.state.params)
+    trainer.fit(toy.examples(16))
+    assert all(leaf.is_deleted() for leaf in before)
+
+
 def test_the_step_compiles_once():
     trainer = toy_trainer(mesh(data=4), optax.adam(1e-3), epochs=3)
     trainer.fit(toy.examples(37))
