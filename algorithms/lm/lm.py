@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from core import Loss
+from core import Loss, UserError
 from core.decode import sample
 
 
@@ -32,6 +32,8 @@ def collate(examples, *, block):
     }
     for row, example in enumerate(examples):
         tokens = example["tokens"][-(block + 1) :]
+        if not len(tokens):
+            raise UserError("An example has no tokens: start it with the end token, as blocks do.")
         sizes = example.get("bytes", ())
         batch["tokens"][row, : len(tokens)] = tokens
         batch["length"][row] = len(tokens)

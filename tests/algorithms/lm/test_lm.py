@@ -14,7 +14,7 @@ from flax import nnx
 
 from algorithms.lm import lm
 from algorithms.lm.model import ModelConfig, build
-from core import MeshOptions, Trainer, TrainOptions, make_mesh
+from core import MeshOptions, Trainer, TrainOptions, UserError, make_mesh
 from core.contract import weighted_sums
 from core.decode import Sampling
 from core.report import ReportOptions
@@ -53,6 +53,11 @@ def test_collate_pads_at_the_end_and_keeps_the_last_tokens_of_a_long_prompt():
     assert batch["tokens"].tolist() == [[5, 6, 7, 0, 0], [4, 5, 6, 7, 8]]
     assert batch["length"].tolist() == [3, 5]
     assert batch["bytes"].tolist() == [[1, 2, 0, 0], [0, 0, 0, 0]]
+
+
+def test_an_empty_prompt_is_refused():
+    with pytest.raises(UserError, match="has no tokens"):
+        lm.collate([{"tokens": [1]}, {"tokens": []}], block=4)
 
 
 def test_every_token_but_the_first_is_predicted_whatever_it_is():
