@@ -18,6 +18,7 @@ from core import MeshOptions, Trainer, TrainOptions, UserError, make_mesh
 from core.contract import weighted_sums
 from core.decode import Sampling
 from core.report import ReportOptions
+from core.step import cast
 
 VOCAB = 32
 CONFIG = ModelConfig(layers=2, dim=64, heads=4, kv_heads=2, hidden=128, dropout=0.1)
@@ -133,6 +134,21 @@ def test_the_step_moves_no_batch_data():
     text = one.step_jit.lower(one.state, batch).compile().as_text()
     assert "all-reduce" in text
     assert not re.search(r"all-gather|all-to-all|collective-permute", text)
+
+
+def test_large_logits_cost_the_same_in_bfloat16():
+    model, init = build(CONFIG, VOCAB)
+    params = init(jax.random.key(0))
+    batch = lm.collate(blocks(16), block=8)
+    logits = nnx.merge(model, params)(batch["tokens"][:, :-1])
+    params["head"] *= 60 / jnp.abs(logits).max()
+
+    def mean(params):
+        sums = weighted_sums(lm.loss(params, batch, None, model=model), jnp.ones(16, bool))
+        return float(sums["loss"] / sums["weight"])
+
+    assert mean(cast(params, jnp.bfloat16)) == pytest.approx(mean(params), rel=0.01)
+    assert mean(params) > 10
 
 
 def test_a_little_text_is_learnt_by_heart():
