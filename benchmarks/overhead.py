@@ -95,6 +95,7 @@ def fitted(problem: Problem, steps: int, folder: Path) -> Callable[[], float]:
     trainer.step_jit = clock = Clock(trainer.step_jit, steps)
 
     def turn() -> float:
+        trainer.folder = Path(tempfile.mkdtemp(dir=folder))
         with contextlib.redirect_stderr(io.StringIO()):
             trainer.fit(problem.examples)
         return clock.seconds

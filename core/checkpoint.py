@@ -76,13 +76,14 @@ class Checkpoints:
           score: how good it is, the larger the better; None or NaN where nobody knows.
         """
         known = score is not None and not math.isnan(score)
-        self._manager.save(
+        started = self._manager.save(
             step,
             args=ocp.args.Composite(
                 params=ocp.args.StandardSave(params), state=ocp.args.StandardSave(state)
             ),
             metrics={"score": score} if known else None,
         )
+        assert started, f"step {step} is not after the latest checkpoint"
 
     def close(self) -> None:
         """Waits until all is written."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from core.checkpoint import Best, Checkpoints
+from core.checkpoint import FOLDER, Best, Checkpoints
 from core.data import Batch, Examples, batches, order, some
 from core.errors import UserError
 from core.mesh import row_shards
@@ -45,6 +45,10 @@ class Loop:
         self.options, self.best = trainer.options, best
         if best is not None and valid is None:
             raise UserError(f"best={best} needs evaluations: give `valid` too.")
+        # (Of several processes, one may be about to write there: `Run` has asked the first.)
+        alone, files = jax.process_count() == 1, ("metrics.jsonl", FOLDER)
+        if alone and trainer.folder and any((trainer.folder / name).exists() for name in files):
+            raise UserError(f"{trainer.folder} holds a run already: give another folder.")
         # A source is asked epoch by epoch, so its total is only known where steps are given.
         self.total = (
             self.options.steps
@@ -89,7 +93,7 @@ class Loop:
                 self.step += 1
                 self.report.advance(self.step)
                 self._log()
-                if self.step % every == 0:
+                if self.step % every == 0 or self.step == self.total:
                     self.waiting = (self.step, metrics)
                 if _due(self.step, self.options.eval_every, epoch_ends):
                     self._evaluate()
@@ -141,7 +145,13 @@ class Loop:
         self._log()
         metrics = self.trainer.evaluate(self.valid)
         if self.score is not None:
-            metrics |= self.score(self.trainer.predict(self.valid), self.valid)
+            scores = self.score(self.trainer.predict(self.valid), self.valid)
+            try:
+                metrics |= {name: float(value) for name, value in scores.items()}
+            except (AttributeError, TypeError, ValueError) as error:
+                raise UserError(
+                    f"score returned {scores!r}; it must be a dict of numbers."
+                ) from error
         self.report.log(self.step, metrics, "valid")
         self.evaluated, self.result["valid"] = self.step, metrics
         self.score_now = self.best.score(metrics) if self.best else None

@@ -39,7 +39,8 @@ class AdamWOptions:
         """The schedule: number of updates done before -> learning rate."""
         if self.warmup >= total_steps:
             raise UserError(
-                f"warmup {self.warmup} is not shorter than the run of {total_steps} steps."
+                f"warmup {self.warmup} is not shorter than the run of {total_steps} steps. Give a "
+                "shorter one (--optimizer.warmup 0) or more --steps."
             )
         rest = total_steps - self.warmup
         falling = {

@@ -146,6 +146,11 @@ def launch(config_type: type[C], main: Callable[[C], Any]) -> None:
     except Stopped as stopped:
         print(f"{stopped}; what it learnt is saved", file=sys.stderr)
         sys.exit(1)
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
     except UserError as error:
         if debug:
             raise
@@ -204,7 +209,8 @@ def _agreed_folder(name: str, asked: str) -> Path:
     Raises:
       UserError: process 0 found a run in it, or cannot make it.
     """
-    taken = asked and os.path.exists(Path(asked) / "config.json")
+    # A run that failed before its first step leaves its options alone, and its name free.
+    taken = asked and os.path.exists(Path(asked) / "metrics.jsonl")
     folder = "" if taken or jax.process_index() else asked or _new_folder(name)
     if jax.process_count() > 1:
         text = np.frombuffer(folder.encode().ljust(4096, b"\0"), np.uint8)

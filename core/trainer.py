@@ -125,7 +125,7 @@ class Trainer:
         overrides: Overrides | None = None,
         summarize: Callable[[Metrics], Metrics] | None = None,
         whole_batch: bool = False,
-        folder: Path | None = None,
+        folder: str | Path | None = None,
         unit: str = "examples",
         show: tuple[str, ...] = ("loss",),
     ):
@@ -136,7 +136,8 @@ class Trainer:
                 "This loss looks across the rows of a batch, so it must see them at once: use "
                 f"1 microbatch instead of {options.microbatches}."
             )
-        self.mesh, self.folder, self.unit, self.show = mesh, folder, unit, show
+        self.mesh, self.unit, self.show = mesh, unit, show
+        self.folder = Path(folder) if folder else None
         self.collate, self.loss, self.predict_fn = collate, loss, predict
         self.summarize = summarize or (lambda metrics: {})
         self.layout = Layout(mesh, options.batch_size, options.microbatches)
@@ -182,10 +183,13 @@ class Trainer:
           and the best ones.
 
         Raises:
-          UserError: no optimizer, no examples, or a loss that is not finite.
+          UserError: no optimizer, no examples, a folder that holds a run, or a loss that is not
+            finite.
         """
         if not hasattr(self, "step_jit"):
             raise UserError("This trainer only predicts: to fit, give it a loss and an optimizer.")
+        if best is not None and (isinstance(best, str) or len(best) != 2):
+            raise UserError(f'best={best!r} must be a metric and "min" or "max": ("loss", "min").')
         return Loop(self, train, valid, score, Best(*best) if best else None).run()
 
     def evaluate(self, examples: Examples) -> Metrics:

@@ -14,6 +14,7 @@ from core import MeshOptions, UserError, run
 from core.optimizer import AdamWOptions
 from core.report import ReportOptions
 from core.run import DeviceOptions, Devices, Run, RunOptions, Shared, launch, read_config
+from core.signals import Stopped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +120,26 @@ def test_mistake_of_the_user_shows_its_traceback_when_debugging(launched):
         launched(fails_in_jit, "--debug")
 
 
-@pytest.mark.parametrize("error", [KeyError("a bug"), ValueError("a bug"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (
+            Stopped("stopped at step 3 by SIGTERM"),
+            1,
+            "stopped at step 3 by SIGTERM; what it learnt",
+        ),
+    ],
+)
+def test_stopping_is_one_line(launched, error, code, says):
+    def main(_):
+        raise error
+
+    status, _, err = launched(main)
+    assert status == code and err.startswith(says) and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("error", [KeyError("a bug"), ValueError("a bug")])
 def test_bug_keeps_its_traceback(launched, error):
     def main(_):
         raise error
@@ -235,10 +255,17 @@ def test_summary_is_written_and_the_folder_said(capsys):
 
 def test_folder_of_another_run_is_refused_and_left_alone():
     Run("toy", config(folder="x", seed=1))
+    Path("x/metrics.jsonl").touch()  # it has begun
     says = "^x holds a run already. Give another --folder, or none for a new one.$"
     with pytest.raises(UserError, match=says):
         Run("toy", config(folder="x", seed=2))
     assert strict_json(Path("x/config.json"))["config"]["run"]["seed"] == 1
+
+
+def test_folder_of_a_run_that_never_began_is_free():
+    Run("toy", config(folder="x", seed=1))
+    Run("toy", config(folder="x", seed=2))
+    assert strict_json(Path("x/config.json"))["config"]["run"]["seed"] == 2
 
 
 def test_folder_without_a_run_is_taken():
@@ -309,7 +336,7 @@ def test_other_processes_use_the_folder_of_the_first_and_write_nothing(
 def test_first_process_alone_decides_whether_a_folder_is_free(second_process):
     # It may have written its config before the others look.
     Path("x").mkdir()
-    Path("x/config.json").touch()
+    Path("x/metrics.jsonl").touch()
     second_process["folder"] = "x"
     assert Run("toy", config(folder="x")).folder == Path("x")
     second_process["folder"] = ""
@@ -324,6 +351,7 @@ def test_first_process_sends_its_folder(monkeypatch):
         run.multihost_utils, "broadcast_one_to_all", lambda text: sent.append(text) or text
     )
     assert Run("toy", config(folder="ä" * 80)).folder == Path("ä" * 80)
+    (Path("ä" * 80) / "metrics.jsonl").touch()
     with pytest.raises(UserError, match="holds a run already"):
         Run("toy", config(folder="ä" * 80))
     assert [bytes(text).decode().rstrip("\0") for text in sent] == ["ä" * 80, ""]

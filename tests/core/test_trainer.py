@@ -570,6 +570,36 @@ def test_broken_functions_are_named_at_once(functions, message):
         broken(**functions)
 
 
+def test_a_folder_with_a_run_is_left_alone(tmp_path):
+    trainer = value_trainer(steps=2)
+    trainer.folder = tmp_path
+    trainer.fit([1.0] * 8)
+    rows = (tmp_path / "metrics.jsonl").read_text()
+    with pytest.raises(UserError, match="holds a run already: give another folder"):
+        trainer.fit([1.0] * 8)
+    assert (tmp_path / "metrics.jsonl").read_text() == rows
+
+
+@pytest.mark.parametrize(
+    ("score", "best", "says"),
+    [
+        (lambda outputs, examples: 3, None, "score returned 3; it must be a dict of numbers"),
+        (lambda outputs, examples: {"a": "b"}, None, "score returned {'a': 'b'}"),
+        (None, "loss", "best='loss' must be a metric and"),
+    ],
+)
+def test_scores_and_best_are_checked(score, best, says):
+    with pytest.raises(UserError, match=says):
+        value_trainer().fit([1.0], [1.0], score, best=best)
+
+
+def test_scores_may_be_arrays(tmp_path):
+    trainer = value_trainer()
+    trainer.folder = tmp_path
+    result = trainer.fit([1.0], [1.0], lambda o, e: {"a": jnp.float32(2)}, best=("a", "max"))
+    assert result["best"]["a"] == 2.0 and isinstance(result["best"]["a"], float)
+
+
 def test_what_a_trainer_lacks_is_said():
     trainer = Trainer(
         toy.collate, None, toy.predict, toy.init, None, mesh(), toy.examples(2), options=options()
