@@ -225,7 +225,12 @@ def check_batch(batch: Any, rows: int) -> dict[str, np.ndarray]:
         raise UserError(
             "collate returned 'row_mask', which the core adds to every batch: name it otherwise."
         )
-    arrays = {key: np.asarray(value) for key, value in batch.items()}
+    if wrong := [key for key in batch if not isinstance(key, str)]:
+        raise UserError(f"collate returned a dict with the keys {wrong}; keys must be strings.")
+    try:
+        arrays = {key: np.asarray(value) for key, value in batch.items()}
+    except ValueError as error:
+        raise UserError(f"collate returned what is no array ({error}); pad to a length.") from error
     for key, array in arrays.items():
         if array.dtype.kind not in "biufcV" or array.shape[:1] != (rows,):
             raise UserError(

@@ -345,4 +345,6 @@ def _compute_dtype(name: str, mesh: Mesh) -> Any:
         raise UserError(
             f"compute_dtype {name} is not supported: use auto, bfloat16, float32 or float64."
         )
+    if name == "float64" and not jax.config.read("jax_enable_x64"):
+        raise UserError("compute_dtype float64 needs double precision: set JAX_ENABLE_X64=1.")
     return jnp.dtype(name)

@@ -179,6 +179,8 @@ def test_an_example_that_cannot_be_read_is_named():
         ({"x": np.float32(1)}, r"'x' as float32\[\]"),
         ({"x": ["a", None]}, r"'x' as object\[2\]"),
         ({"x": ["a", "b"]}, "array of numbers"),
+        ({"x": [[1], [1, 2]]}, "no array .*pad to a length"),
+        ({3: np.ones(2)}, r"keys \[3\]; keys must be strings"),
         ({"row_mask": np.ones(2)}, "'row_mask', which the core adds"),
     ],
 )

@@ -637,3 +637,5 @@ def test_options_out_of_range_are_refused(wrong, message):
         TrainOptions(**wrong)
     with pytest.raises(UserError, match="compute_dtype float8 is not supported"):
         value_trainer(compute_dtype="float8")
+    with pytest.raises(UserError, match="needs double precision: set JAX_ENABLE_X64=1"):
+        value_trainer(compute_dtype="float64")
