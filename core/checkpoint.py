@@ -1,26 +1,34 @@
 """Checkpoints of a run: saved in the background, the latest and the best kept, restored anywhere.
 
-Orbax writes them, every process its own shards. What is restored takes the shardings of the target
-it is asked for; the ones it was saved with are never looked at.
+checkpoints/STEP/ holds the items `params`, `state` (all else that a step changes) and `run` (what
+the host knows, as JSON), and checksums.json, the SHA-256 of every file. Orbax writes the items,
+every process its own shards, into a folder of another name, and renames it when all is there. What
+is restored is compared with its checksums first, and takes the shardings of the target it is asked
+for; the ones it was saved with are never looked at.
 """
 
 import dataclasses
+import json
 import logging
 import math
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import orbax.checkpoint as ocp
-from orbax.checkpoint import checkpoint_managers as managers
 
-from core.errors import UserError
+from core import checksums
+from core.checksums import Damaged, agree_on
+from core.errors import UserError, short
+from core.mesh import from_first
 
 FOLDER = "checkpoints"
 
-# Orbax warns of what is meant here: a save without a metric, a folder that is only read.
-logging.getLogger("absl").setLevel(logging.ERROR)
+# What fails to be written is for the report to say, once and in a sentence.
+logging.getLogger("absl").setLevel(logging.CRITICAL)
+logging.getLogger("asyncio").addFilter(lambda record: "orbax" not in record.getMessage())
 
 Which = Literal["best", "last"]
 
@@ -52,43 +60,165 @@ class Best:
         return metrics[self.metric] * (1 if self.mode == "max" else -1)
 
 
+class SaveError(Exception):
+    """A checkpoint could not be written; those before it are as they were."""
+
+    def __init__(self, step: int, error: Exception):
+        super().__init__(f"the checkpoint of step {step} could not be written ({short(error)})")
+
+
 class Checkpoints:
-    """The checkpoints in a run's folder, as they are written."""
+    """The checkpoints in a run's folder, one of which may be under way.
+
+    Args:
+      folder: of the run.
+      keep: how many of the latest stay; the best one stays as well.
+    """
 
     def __init__(self, folder: Path, keep: int):
-        best = managers.BestN(get_metric_fn=_score, n=1, keep_checkpoints_without_metrics=False)
-        policies = [managers.LatestN(keep), best]
-        self._manager = ocp.CheckpointManager(
-            (folder / FOLDER).absolute(),
-            item_names=("params", "state"),
-            options=ocp.CheckpointManagerOptions(
-                preservation_policy=managers.AnyPreservationPolicy(policies), best_fn=_score
+        self.path, self._keep = (folder / FOLDER).absolute(), keep
+        self._main = jax.process_index() == 0
+        self._under_way: tuple[int, float | None] | None = None
+        self._writer = ocp.AsyncCheckpointer(
+            ocp.CompositeCheckpointHandler(),
+            async_options=ocp.options.AsyncOptions(
+                # Only so does a failure to make the folder surface at once.
+                create_directories_asynchronously=False,
+                post_finalization_callback=self._add_checksums,
             ),
         )
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{self.path} cannot be written ({error.strerror}).") from error
+        self._remove_unfinished()
+        # Step -> its score, of those that are finished.
+        self._scores = {step: _score(self.path / str(step)) for step in steps(self.path)}
 
-    def save(self, step: int, params: Any, state: Any, score: float | None) -> None:
+    def save(self, step: int, params: Any, state: Any, run: Any, score: float | None) -> None:
         """Starts to save; returns once the arrays are copied, so that they may be donated.
 
         Args:
           step: optimizer steps done.
           params: pytree of arrays.
           state: pytree of all else that training changes.
+          run: what else to keep, as JSON has it; that of process 0.
           score: how good it is, the larger the better; None or NaN where nobody knows.
+
+        Raises:
+          SaveError: it could not be begun, or the one before could not be finished (`wait`).
         """
-        known = score is not None and not math.isnan(score)
-        started = self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                params=ocp.args.StandardSave(params), state=ocp.args.StandardSave(state)
-            ),
-            metrics={"score": score} if known else None,
-        )
-        assert started, f"step {step} is not after the latest checkpoint"
+        self.wait()
+        score = None if score is None or math.isnan(score) else score
+        try:
+            if jax.process_count() == 1 and not self.path.is_dir():
+                self.path.mkdir(parents=True)
+                self._scores = {}
+                raise FileNotFoundError(f"{self.path} was removed, and is made anew")
+            self._writer.save(
+                self.path / str(step),
+                args=ocp.args.Composite(
+                    params=ocp.args.StandardSave(params),
+                    state=ocp.args.StandardSave(state),
+                    run=ocp.args.JsonSave({"score": score, "run": run}),
+                ),
+                force=True,
+            )
+        except Exception as error:
+            self._remove_unfinished()
+            raise SaveError(step, error) from error
+        self._under_way = step, score
+
+    def wait(self) -> None:
+        """Waits until what is under way is written, and removes what need not be kept any more.
+
+        Raises:
+          SaveError: it could not be written.
+        """
+        if self._under_way is None:
+            return
+        (step, score), self._under_way = self._under_way, None
+        try:
+            self._writer.wait_until_finished()
+        except Exception as error:
+            self._remove_unfinished()
+            raise SaveError(step, error) from error
+        self._scores[step] = score
+        kept = {*sorted(self._scores)[-self._keep :], _best(self._scores)}
+        for old in set(self._scores) - kept:
+            del self._scores[old]
+            if self._main:
+                shutil.rmtree(self.path / str(old), ignore_errors=True)
 
     def close(self) -> None:
-        """Waits until all is written."""
-        self._manager.wait_until_finished()
-        self._manager.close()
+        """Ends the writing; what is under way is abandoned if it fails."""
+        try:
+            self.wait()
+        finally:
+            self._writer.close()
+
+    def steps(self) -> list[int]:
+        """The steps that have a finished checkpoint, in order, the same on every process."""
+        found: list[int] = json.loads(from_first(json.dumps(steps(self.path))))
+        return found
+
+    def restore(self, params: Any, state: Any, warn: Callable[[str], None]) -> Any:
+        """The latest checkpoint that is whole; damaged ones after it are named and set aside.
+
+        Args:
+          params, state: `ShapeDtypeStruct`s with shardings, of what was saved.
+          warn: told of each checkpoint that is passed over.
+
+        Returns:
+          (params, state, run) as they were saved.
+
+        Raises:
+          UserError: there is none that can be restored.
+        """
+        reasons: dict[int, str] = {}
+        for step in reversed(self.steps()):
+            folder = self.path / str(step)
+            try:
+                checksums.verify(folder, ("params", "state", "run"))
+                restored = (
+                    _read(folder / "params", params),
+                    _read(folder / "state", state),
+                    _json(folder)["run"],
+                )
+            except Damaged as error:
+                reasons[step] = str(error)
+                continue
+            for passed, reason in reasons.items():
+                warn(f"The checkpoint of step {passed} is passed over: {reason}")
+                self._scores.pop(passed, None)
+                self._set_aside(passed)
+            return restored
+        text = " ".join(f"Step {step}: {reason}" for step, reason in reasons.items())
+        raise UserError(
+            f"No checkpoint in {self.path} can be restored. {text} Give another folder, or remove "
+            "this one to start anew."
+        )
+
+    def _add_checksums(self) -> None:
+        """Called when all is written but under another name, on process 0, in the background."""
+        for folder in self._unfinished():
+            checksums.write(folder)
+
+    def _unfinished(self) -> list[Path]:
+        names = self.path.iterdir() if self.path.is_dir() else ()
+        return [path for path in names if ".orbax-checkpoint-tmp" in path.name]
+
+    def _remove_unfinished(self) -> None:
+        """Removes what a killed process or a full disk has left."""
+        if self._main:
+            for path in self._unfinished():
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _set_aside(self, step: int) -> None:
+        if self._main:
+            aside = self.path / f"{step}.damaged"
+            shutil.rmtree(aside, ignore_errors=True)
+            (self.path / str(step)).rename(aside)
 
 
 class Saved:
@@ -99,32 +229,96 @@ class Saved:
         path = Path(folder).absolute() / FOLDER
         if not path.is_dir():
             raise UserError(f"{folder} holds no checkpoints: give the folder of a run.")
-        with ocp.CheckpointManager(
-            path, options=ocp.CheckpointManagerOptions(best_fn=_score, read_only=True)
-        ) as manager:
-            step = manager.best_step() if which == "best" else None
-            step = manager.latest_step() if step is None else step
-        if step is None:
+        if not (found := steps(path)):
             raise UserError(f"{path} holds no finished checkpoint: let the run save one first.")
-        self.step = step
-        self._path = path / str(step) / "params"
+        best = _best({step: _score(path / str(step)) for step in found})
+        self.step = found[-1] if which == "last" or best is None else best
+        self._folder = path / str(self.step)
 
     def shapes(self) -> Any:
         """A `ShapeDtypeStruct` per parameter."""
-        with ocp.StandardCheckpointer() as reader:
-            tree = reader.metadata(self._path).item_metadata.tree
+        try:
+            tree = ocp.StandardCheckpointHandler().metadata(self._folder / "params").tree
+        except Exception as error:
+            raise self._error(short(error)) from error
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
     def load(self, shardings: Any) -> Any:
-        """The parameters, laid out as these shardings say."""
-        target = jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            self.shapes(),
-            shardings,
-        )
-        with ocp.StandardCheckpointer() as reader:
-            return reader.restore(self._path, target)
+        """The parameters, laid out as these shardings say.
+
+        Raises:
+          UserError: they are damaged.
+        """
+        target = like(self.shapes(), shardings)
+        try:
+            checksums.verify(self._folder, ("params",))
+            return _read(self._folder / "params", target)
+        except Damaged as error:
+            raise self._error(str(error)) from error
+
+    def _error(self, reason: str) -> UserError:
+        return UserError(f"The checkpoint {self._folder} cannot be restored: {reason}")
 
 
-def _score(metrics: Mapping[str, float]) -> float:
-    return metrics["score"]
+def like(tree: Any, shardings: Any = None) -> Any:
+    """A `ShapeDtypeStruct` per array, with these shardings or its own."""
+    shardings = jax.tree.map(lambda x: x.sharding, tree) if shardings is None else shardings
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        tree,
+        shardings,
+    )
+
+
+def steps(path: Path) -> list[int]:
+    """The steps that have a finished checkpoint here, in order."""
+    names = path.iterdir() if path.is_dir() else ()
+    return sorted(int(name.name) for name in names if name.name.isdecimal() and name.is_dir())
+
+
+def _read(path: Path, target: Any) -> Any:
+    """A pytree of arrays with the shardings of the target; raises `Damaged` on every process."""
+    problem, tree = "", None
+    # The handler alone: a checkpointer waits for processes that have failed.
+    handler = ocp.StandardCheckpointHandler()
+    try:
+        problem = _misfits(handler.metadata(path).tree, target)
+        if not problem:
+            tree = handler.restore(path, args=ocp.args.StandardRestore(target))
+    except Exception as error:
+        problem = f"its {path.name} cannot be read ({short(error)})."
+    agree_on(problem and f"its {path.name} do not fit this model and optimizer: {problem}")
+    return tree
+
+
+def _misfits(saved: Any, wanted: Any) -> str:
+    """Which arrays have another shape than wanted, the first few of them; "" if none has."""
+
+    def shapes(tree: Any) -> dict[str, list[int]]:
+        flat = ocp.tree.to_flat_dict(ocp.tree.serialize_tree(tree, keep_empty_nodes=False), sep="/")
+        return {path: list(x.shape) for path, x in flat.items() if hasattr(x, "shape")}
+
+    has, needs = shapes(saved), shapes(wanted)
+    names = [name for name in {**needs, **has} if has.get(name) != needs.get(name)]
+    told = [
+        f"{name} is {has.get(name, 'missing')}, not {needs.get(name, 'there')}" for name in names
+    ]
+    return "; ".join(told[:3] + [f"and {len(told) - 3} more"] * (len(told) > 3))
+
+
+def _json(folder: Path) -> Any:
+    return ocp.JsonCheckpointHandler().restore(folder / "run")
+
+
+def _score(folder: Path) -> float | None:
+    try:
+        score = _json(folder)["score"]
+        return None if score is None else float(score)
+    except Exception:  # damaged, which `restore` will say
+        return None
+
+
+def _best(scores: Mapping[int, float | None]) -> int | None:
+    """The step with the largest score, the first of equals."""
+    known = {step: score for step, score in scores.items() if score is not None}
+    return max(known, key=lambda step: (known[step], -step), default=None)

@@ -17,7 +17,7 @@ import numpy as np
 from core.errors import UserError
 
 # Names of the metrics that the core itself logs.
-RESERVED = ("loss", "weight", "grad_norm", "learning_rate", "first_bad")
+RESERVED = ("loss", "weight", "grad_norm", "learning_rate", "first_bad", "skipped")
 
 
 @jax.tree_util.register_dataclass

@@ -1,5 +1,7 @@
 """The one exception type whose message is meant for the person who runs a script."""
 
+import json
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -12,3 +14,36 @@ def at_least(options: Any, name: str, least: float) -> None:
     value = getattr(options, name)
     if not least <= value < float("inf"):
         raise UserError(f"{name} {value} is out of range: it must be at least {least}.")
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """A table of what differs between the settings of a run and new ones; "" if nothing does.
+
+    Settings may be nested, and are compared as JSON has them; those that only one side knows,
+    since the program has changed, are none.
+    """
+    was, now = _flat(old), _flat(new)
+    rows = [(key, was[key], now[key]) for key in was if key in now and was[key] != now[key]]
+    if not rows:
+        return ""
+    rows.insert(0, ("setting", "the run has", "given now"))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = ["  ".join(text.ljust(w) for text, w in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join("  " + line.rstrip() for line in lines)
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """{dotted name: value as JSON}."""
+    flat: dict[str, str] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = json.dumps(value)
+    return flat
+
+
+def short(error: Exception) -> str:
+    """The first line of an error's message."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:300]

@@ -1,21 +1,27 @@
 """The loop of training: the next batch, a step, and now and then a log row, an evaluation, a save.
 
 Nothing waits for the device except where a value is shown: metrics of a logged step are read once
-the next step is under way.
+the next step is under way. A folder that holds checkpoints is gone on with: what comes is a
+function of the seed, the epoch and the position in it, so the run ends as if it had never stopped.
 """
 
 import contextlib
+import dataclasses
 import itertools
 import math
 import time
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
+import numpy as np
 
-from core.checkpoint import FOLDER, Best, Checkpoints
+from core import nonfinite
+from core.checkpoint import Best, Checkpoints, SaveError, like
 from core.data import Batch, Examples, batches, order, some
-from core.errors import UserError
+from core.encoding import decoded, encoded
+from core.errors import UserError, differences
 from core.mesh import row_shards
 from core.report import Report
 from core.signals import Stopped, StopSignals
@@ -28,6 +34,27 @@ Metrics = dict[str, float]
 Source = Callable[[int, Any], Examples]
 # (outputs, examples) -> metrics of predictions.
 Score = Callable[[list[Any], Examples], Metrics]
+
+NEVER = -1  # no step
+
+
+@dataclasses.dataclass
+class Progress:
+    """How far a run is, as a checkpoint keeps it."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    epoch: int = 0
+    """Of the next step."""
+    position: int = 0
+    """Steps done in that epoch."""
+    evaluated: int = 0
+    """The step of the latest evaluation."""
+    best_score: float = -math.inf
+    seconds: float = 0.0
+    result: dict[str, Metrics] = dataclasses.field(
+        default_factory=lambda: {"train": {}, "valid": {}, "best": {}}
+    )
 
 
 class Loop:
@@ -45,82 +72,101 @@ class Loop:
         self.options, self.best = trainer.options, best
         if best is not None and valid is None:
             raise UserError(f"best={best} needs evaluations: give `valid` too.")
-        # (Of several processes, one may be about to write there: `Run` has asked the first.)
-        alone, files = jax.process_count() == 1, ("metrics.jsonl", FOLDER)
-        if alone and trainer.folder and any((trainer.folder / name).exists() for name in files):
-            raise UserError(f"{trainer.folder} holds a run already: give another folder.")
         # A source is asked epoch by epoch, so its total is only known where steps are given.
-        self.total = (
-            self.options.steps
-            if callable(train)
-            else self.options.total_steps(some(train, "training data"))
-        )
-        self.step = self.logged = self.evaluated = self.saved = 0
+        self.from_source, self.total = callable(train), self.options.steps
+        if not callable(train):
+            self.examples = train
+            number = some(train, "training data")
+            self.total = self.options.total_steps(number)
+            self.epoch_steps = math.ceil(number / self.options.batch_size)
+        self.settings = self.options.settings() | {"total steps": self.total}
+        self._source()  # that it can be saved is better known at once
+        self.at = Progress()
         self.waiting: tuple[int, dict[str, jax.Array]] | None = None
+        self.logged = self.skipped = 0
         self.score_now: float | None = None
-        self.best_score = -math.inf
-        self.result: dict[str, Any] = {"train": {}, "valid": {}, "best": {}}
+        self.checkpoints = (
+            Checkpoints(trainer.folder, self.options.keep) if trainer.folder else None
+        )
+        messages = self._restore(trainer.folder) if trainer.folder else []
+        self.saved, self.began = self.at.step, time.monotonic() - self.at.seconds
+        # Steps that the trainer did before this run.
+        self.before = int(trainer.state.step) - self.at.step
         self.report = Report(
             trainer.folder,
             self.total or None,
+            start=self.at.step,
             unit=trainer.unit,
             show=trainer.show,
             options=self.options.report,
         )
-        self.checkpoints = (
-            Checkpoints(trainer.folder, self.options.keep) if trainer.folder else None
-        )
+        for message in messages:
+            self.report.message(message)
 
     def run(self) -> dict[str, Any]:
         """See `Trainer.fit`."""
-        began, trainer, every = time.monotonic(), self.trainer, self.options.report.log_every
-        layout = trainer.layout
+        layout, mesh = self.trainer.layout, self.trainer.mesh
         if layout.width != layout.rows:
             self.report.message(
                 f"A microbatch of {layout.rows} rows is padded to {layout.width}, which "
-                f"{row_shards(trainer.mesh)} devices divide; the results are the same."
+                f"{row_shards(mesh)} devices divide; the results are the same."
             )
         with contextlib.ExitStack() as stack:
-            stack.callback(self.report.close)
-            if self.checkpoints:
-                stack.callback(self.checkpoints.close)
+            stack.push(self._close_report)
+            stack.callback(self._close_checkpoints)
             stream = stack.enter_context(contextlib.closing(self._batches()))
-            # Several processes must stop at the same step, which no signal can promise them.
-            alone = jax.process_count() == 1
-            stop = stack.enter_context(StopSignals()) if alone else StopSignals()
-            for batch, epoch_ends in itertools.islice(stream, self.total or None):
-                trainer.state, metrics = trainer.step_jit(trainer.state, batch)
-                self.step += 1
-                self.report.advance(self.step)
-                self._log()
-                if self.step % every == 0 or self.step == self.total:
-                    self.waiting = (self.step, metrics)
-                if _due(self.step, self.options.eval_every, epoch_ends):
-                    self._evaluate()
-                evaluated = epoch_ends if self.valid is None else self.evaluated == self.step
-                if _due(self.step, self.options.save_every, evaluated):
+            left = self.total - self.at.step if self.total else None
+            stop = stack.enter_context(StopSignals("epoch" if self.from_source else "step"))
+            for batch, epoch_ends in itertools.islice(stream, left):
+                last = self._step(batch, epoch_ends)
+                if stop.asked() and not last and (epoch_ends or not self.from_source):
                     self._save()
-                if stop.received and self.step != self.total:
-                    self._log()
-                    self._save()
-                    raise Stopped(f"stopped at step {self.step} by {stop.received.name}")
-            if self.logged != self.step:
-                self.waiting = (self.step, metrics)
+                    self._settle()
+                    raise Stopped(self.at.step, self.trainer.folder)
             self._log()
             self._evaluate()
             self._save()
-        return {"steps": self.step, "seconds": time.monotonic() - began} | self.result
+            self._settle()
+        seconds = time.monotonic() - self.began
+        return {"steps": self.at.step, "seconds": seconds} | self.at.result
+
+    def _step(self, batch: Batch, epoch_ends: bool) -> bool:
+        """One step and what is due after it; returns whether it was the last."""
+        trainer, at, options = self.trainer, self.at, self.options
+        trainer.state, metrics = trainer.step_jit(trainer.state, batch)
+        at.step += 1
+        at.epoch, at.position = (at.epoch + 1, 0) if epoch_ends else (at.epoch, at.position + 1)
+        last = at.step == self.total or (not options.steps and at.epoch == options.epochs)
+        self.report.advance(at.step)
+        self._log()
+        if last or at.step % options.report.log_every == 0:
+            self.waiting = (at.step, metrics)
+        if _due(at.step, options.eval_every, epoch_ends):
+            self._evaluate()
+        evaluated = epoch_ends if self.valid is None else at.evaluated == at.step
+        due = _due(at.step, options.save_every, evaluated)
+        if self.from_source:  # its state, or what it makes of the parameters, is known there alone
+            every = options.save_every or 1
+            due = epoch_ends and at.step // every > self.saved // every
+        if due and not last:
+            self._save()
+        return last
 
     def _batches(self) -> Generator[tuple[Batch, bool]]:
-        """The batches of all epochs, each with whether it ends its epoch."""
-        for epoch in itertools.count() if self.options.steps else range(self.options.epochs):
-            train = self.train
-            examples = train(epoch, self.trainer.state.params) if callable(train) else train
-            rows = order(self.options.seed, epoch, some(examples, "training data"))
+        """The batches that are left, each with whether it ends its epoch."""
+        epochs = itertools.count() if self.options.steps else range(self.options.epochs)
+        for epoch in itertools.islice(epochs, self.at.epoch, None):
+            if callable(self.train):
+                self._log()
+                self._stop_if_bad(int(self.trainer.state.first_bad))
+                self.epoch, self.epoch_began = epoch, self.at.step
+                self.examples = self.train(epoch, self.trainer.state.params)
+            rows = order(self.options.seed, epoch, some(self.examples, "training data"))
             layout, collate = self.trainer.layout, self.trainer.collate
-            ahead = batches(examples, rows, layout, collate, "training data")
-            steps = math.ceil(len(rows) / layout.batch_size)
-            for number, batch in enumerate(ahead, 1):
+            done, size = self.at.position, layout.batch_size
+            ahead = batches(self.examples, rows[done * size :], layout, collate, "training data")
+            steps = math.ceil(len(rows) / size)
+            for number, batch in enumerate(ahead, done + 1):
                 yield batch, number == steps
 
     def _log(self) -> None:
@@ -129,20 +175,21 @@ class Loop:
             return
         (self.logged, on_device), self.waiting = self.waiting, None
         metrics = {name: float(value) for name, value in jax.device_get(on_device).items()}
-        first_bad = int(metrics.pop("first_bad"))
-        self.result["train"] = self.trainer.figures(metrics)
-        self.report.log(self.logged, self.result["train"])
-        if first_bad:
-            raise UserError(
-                f"The loss or its gradient was not finite at step {first_bad}, and no update was "
-                "applied from there on. Try a lower learning rate, a lower clip norm, or the "
-                "compute dtype float32."
-            )
+        first_bad, skipped = (int(metrics.pop(name)) for name in ("first_bad", "skipped"))
+        if self.options.on_nonfinite == "skip":
+            metrics["skipped"] = skipped
+        self.at.result["train"] = self.trainer.figures(metrics)
+        self.report.log(self.logged, self.at.result["train"])
+        self._stop_if_bad(first_bad)
+        if skipped > self.skipped:
+            self.report.message(f"{skipped} steps so far were not finite, and were skipped.")
+        self.skipped = skipped
 
     def _evaluate(self) -> None:
-        if self.valid is None or self.evaluated == self.step:
+        if self.valid is None or self.at.evaluated == self.at.step:
             return
         self._log()
+        self._stop_if_bad(int(self.trainer.state.first_bad))
         metrics = self.trainer.evaluate(self.valid)
         if self.score is not None:
             scores = self.score(self.trainer.predict(self.valid), self.valid)
@@ -152,21 +199,146 @@ class Loop:
                 raise UserError(
                     f"score returned {scores!r}; it must be a dict of numbers."
                 ) from error
-        self.report.log(self.step, metrics, "valid")
-        self.evaluated, self.result["valid"] = self.step, metrics
+        self.report.log(self.at.step, metrics, "valid")
+        self.at.evaluated, self.at.result["valid"] = self.at.step, metrics
         self.score_now = self.best.score(metrics) if self.best else None
-        if self.score_now is not None and self.score_now > self.best_score:
-            self.best_score = self.score_now
-            self.result["best"] = metrics | {"step": self.step}
+        if self.score_now is not None and self.score_now > self.at.best_score:
+            self.at.best_score = self.score_now
+            self.at.result["best"] = metrics | {"step": self.at.step}
 
     def _save(self) -> None:
-        if self.checkpoints is None or self.saved == self.step:
+        if self.checkpoints is None or self.saved == self.at.step:
             return
-        score = self.score_now if self.evaluated == self.step else None
-        state = self.trainer.state
-        rest = {"step": state.step, "opt_state": state.opt_state, "first_bad": state.first_bad}
-        self.checkpoints.save(self.step, state.params, rest, score)
-        self.saved = self.step
+        self._log()  # a run that goes on from here does not log this step again
+        self._stop_if_bad(int(self.trainer.state.first_bad))
+        self._try_checkpoint(self.at)
+
+    def _try_checkpoint(self, at: Progress) -> None:
+        try:
+            self._checkpoint(at)
+        except SaveError as error:
+            self.saved = NEVER
+            self.report.message(f"{error}; the next one is tried all the same.")
+
+    def _checkpoint(self, at: Progress) -> None:
+        """Begins to save the state as that of a point of the run.
+
+        Raises:
+          SaveError: it could not be begun. (That the one before failed is said.)
+        """
+        assert self.checkpoints is not None, "where there is a folder"
+        try:
+            self.checkpoints.wait()
+        except SaveError as error:
+            self.report.message(f"{error}; now that of step {at.step} is tried.")
+        at.seconds = time.monotonic() - self.began
+        run = {"at": dataclasses.asdict(at), "settings": self.settings, "source": self._source()}
+        score = self.score_now if at.evaluated == at.step else None
+        self.checkpoints.save(at.step, *_split(self.trainer.state), run, score)
+        self.saved = at.step
+
+    def _settle(self) -> None:
+        """Waits for the checkpoint of this step, and tries once more where it failed.
+
+        Raises:
+          UserError: it failed again.
+        """
+        if self.checkpoints is None:
+            return
+        for more in (True, False):
+            try:
+                if self.saved != self.at.step:
+                    self._checkpoint(self.at)
+                self.checkpoints.wait()
+                return
+            except SaveError as error:
+                self.saved = NEVER
+                if not more:
+                    raise UserError(
+                        f"The run is at step {self.at.step}, but {error}. Make room, or let the "
+                        "folder be written: the run goes on from the checkpoint before it."
+                    ) from error
+                self.report.message(f"{error}; it is tried once more.")
+
+    def _close_report(self, kind: Any, at_hand: BaseException | None, trace: Any) -> None:
+        try:
+            self.report.close()
+        except OSError as error:
+            text = f"The report of the run could not be finished ({error}); its weights are saved."
+            if at_hand is None:
+                raise UserError(text) from error
+            self.report.message(text.replace("; its weights are saved", ""))
+
+    def _close_checkpoints(self) -> None:
+        """Ends the saving; where it fails, the error at hand is the one to show."""
+        try:
+            if self.checkpoints:
+                self.checkpoints.close()
+        except SaveError as error:
+            self.report.message(f"{error}.")
+
+    def _source(self) -> Any:
+        return encoded(self.train.state(), "state()") if hasattr(self.train, "state") else None
+
+    def _restore(self, folder: Path) -> list[str]:
+        """Goes on from the latest good checkpoint, if there is one; returns what to say of it."""
+        assert self.checkpoints is not None, "where there is a folder"
+        if not self.checkpoints.steps():
+            return []
+        messages: list[str] = []
+        target = _split(like(self.trainer.state))
+        jax.tree.map(lambda x: x.delete(), self.trainer.state)  # not both fit into memory
+        params, rest, run = self.checkpoints.restore(*target, messages.append)
+        if table := differences(run["settings"], self.settings):
+            raise UserError(
+                f"The run in {folder} cannot go on with other settings, which would change its "
+                f"numbers:\n{table}\nGive those that it has, or another folder."
+            )
+        self.trainer.state = dataclasses.replace(self.trainer.state, params=params, **rest)
+        self.at = Progress(**run["at"])
+        self.logged = self.at.step
+        if hasattr(self.train, "restore"):
+            self.train.restore(decoded(run["source"]))
+        says = "is finished already" if self.at.step == self.total else "goes on after"
+        return [*messages, f"The run in {folder} {says}: step {self.at.step}."]
+
+    def _stop_if_bad(self, first_bad: int) -> None:
+        if first_bad:
+            self._stop_at(first_bad - self.before)
+
+    def _stop_at(self, bad: int) -> NoReturn:
+        """Says what is wrong with a step, and saves what was before it."""
+        trainer, options = self.trainer, self.options
+        zero = jax.device_put(np.int32(0), trainer.state.step.sharding)
+        # No update was applied since, so the parameters are those before the step.
+        trainer.state = dataclasses.replace(
+            trainer.state,
+            step=zero + (self.before + bad - 1),
+            first_bad=zero,
+            in_a_row=zero,
+            skipped=trainer.state.skipped - options.too_many,
+        )
+        if self.from_source:
+            epoch, position = self.epoch, bad - 1 - self.epoch_began
+        else:
+            epoch, position = divmod(bad - 1, self.epoch_steps)
+        everything = order(options.seed, epoch, some(self.examples, "training data"))
+        rows = everything[position * options.batch_size :][: options.batch_size]
+        said = nonfinite.explain(trainer, self.examples, rows, self.before + bad - 1)
+        if trainer.folder and not self.from_source and self.saved < bad - 1:
+            before = dataclasses.replace(self.at, step=bad - 1, epoch=epoch, position=position)
+            self._try_checkpoint(before)
+        raise UserError(
+            f"Step {bad} (epoch {epoch}) was not finite. Done once more, it has {said} No update "
+            "was applied from there on. Try a lower learning rate, a lower clip norm, the compute "
+            "dtype float32, or on_nonfinite skip."
+        )
+
+
+def _split(state: Any) -> tuple[Any, dict[str, Any]]:
+    """The parameters of a state, and the rest of it."""
+    rest = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+    return rest.pop("params"), rest
 
 
 def _due(step: int, every: int, otherwise: bool) -> bool:

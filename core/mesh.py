@@ -9,6 +9,8 @@ import math
 from collections.abc import Sequence
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh
 
 from core.errors import UserError
@@ -106,6 +108,23 @@ def is_cpu(mesh: Mesh) -> bool:
 def row_shards(mesh: Mesh) -> int:
     """Number of parts that the example axis of a batch is split into."""
     return math.prod(mesh.shape[axis] for axis in ROW_AXES)
+
+
+def from_first(text: str) -> str:
+    """The text that process 0 gave, on every process."""
+    if jax.process_count() == 1:
+        return text
+    mine = np.frombuffer(text.encode(), np.uint8)
+    length = int(multihost_utils.broadcast_one_to_all(np.asarray(len(mine))))
+    padded = np.resize(mine, length) if len(mine) else np.zeros(length, np.uint8)
+    return bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded), np.uint8)).decode()
+
+
+def all_processes(flag: bool) -> bool:
+    """Whether the flag is true on every process."""
+    if jax.process_count() == 1:
+        return flag
+    return bool(np.all(multihost_utils.process_allgather(np.asarray(flag))))
 
 
 def _fit(given: dict[str, int], count: int) -> dict[str, int]:

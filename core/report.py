@@ -199,6 +199,12 @@ def _metrics_file(folder: Path, start: int, on_close: ExitStack) -> Tracker:
     file, waiting = path.open("ab", buffering=0), bytearray()
 
     def write() -> None:
+        nonlocal file
+        if waiting and not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file.close()
+            file = path.open("ab", buffering=0)
+            raise FileNotFoundError(f"{path} was removed, and is made anew")
         # A full disk may take half a row: the rest follows later, and no line is torn.
         while waiting:
             del waiting[: file.write(waiting)]
@@ -210,7 +216,7 @@ def _metrics_file(folder: Path, start: int, on_close: ExitStack) -> Tracker:
         write()
 
     on_close.callback(lambda: draw_curves(read_rows(path), folder / "curves.png"))
-    on_close.callback(file.close)
+    on_close.callback(lambda: file.close())
     on_close.callback(write)
     return track
 

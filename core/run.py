@@ -6,8 +6,12 @@ and a function of it. `main` makes a `Run`, which owns the folder with
     config.json     the options, versions and what else it takes to repeat the run
     metrics.jsonl   one row per logged step and evaluation
     curves.png      the same as a picture
-    checkpoints/    the latest and the best weights
+    checkpoints/    the latest and the best state of training
+    nonfinite/      the step that stopped the run, if its loss or gradient was not finite
     summary.json    how it ended
+
+A folder without a summary is that of a run which is not finished, and goes on with it; its options
+must then be those that it has, except for the ones that change no number.
 """
 
 import dataclasses
@@ -26,15 +30,25 @@ from typing import Annotated, Any, TypeVar
 import jax
 import numpy as np
 import tyro
-from jax.experimental import multihost_utils
 
-from core.errors import UserError, at_least
-from core.mesh import HostOptions, MeshOptions, join_hosts, make_mesh, simulate_devices
+from core.checkpoint import FOLDER as CHECKPOINTS
+from core.errors import UserError, at_least, differences
+from core.mesh import (
+    HostOptions,
+    MeshOptions,
+    from_first,
+    join_hosts,
+    make_mesh,
+    simulate_devices,
+)
 from core.rules import parse_overrides
-from core.signals import Stopped
-from core.trainer import TrainOptions
+from core.signals import Ended, Stopped
+from core.trainer import FREE, TrainOptions, compute_dtype
 
 PACKAGES = ("jax", "flax", "optax", "orbax-checkpoint", "numpy")
+
+# A folder that has one of these has a run.
+RUN_FILES = ("metrics.jsonl", CHECKPOINTS, "summary.json")
 
 C = TypeVar("C")
 
@@ -58,7 +72,7 @@ class DeviceOptions:
 @dataclasses.dataclass(frozen=True)
 class RunOptions(DeviceOptions, TrainOptions):
     folder: str = ""
-    """Folder of the run; empty makes a new one below runs/."""
+    """Folder of the run, which goes on if it is not finished; empty makes a new one below runs/."""
 
     def __post_init__(self) -> None:
         DeviceOptions.__post_init__(self)
@@ -77,33 +91,40 @@ class Run:
     Args:
       name: of the algorithm; a new folder is runs/NAME-DATE-TIME.
       config: the script's dataclass, with its `RunOptions` as `run`.
-      record: what else to write into config.json, such as the digest of the data.
+      record: what else the numbers depend on, such as the digest of the data.
 
     Raises:
-      UserError: the folder holds a run already, or cannot be written.
+      UserError: the folder holds a run with other options, or cannot be written.
+      Ended: the folder holds a run that is finished.
     """
 
     def __init__(self, name: str, config: Any, record: Mapping[str, Any] | None = None):
         self.options: RunOptions = config.run
         self.mesh = make_mesh(self.options.mesh)
         self.overrides = parse_overrides(self.options.overrides)
-        self.folder = _agreed_folder(name, self.options.folder)
+        self._replays = bool(self.options.replay)
+        content = {
+            "algorithm": name,
+            "config": dataclasses.asdict(config),
+            # What the option "auto" stands for changes with the kind of device.
+            "computes_in": str(compute_dtype(self.options.compute_dtype, self.mesh) or "as given"),
+            **(record or {}),
+        }
+        self.folder = _agreed_folder(name, self.options, _plain(content))
         self.write(
             "config.json",
-            {
-                "algorithm": name,
-                "config": dataclasses.asdict(config),
+            content
+            | {
                 "python": platform.python_version(),
                 "versions": {package: metadata.version(package) for package in PACKAGES},
                 "commit": _commit(),
                 "devices": [device.device_kind for device in self.mesh.devices.flat],
-                **(record or {}),
             },
         )
 
     def write(self, name: str, content: Mapping[str, Any]) -> None:
         """Writes a JSON file into the folder, on process 0."""
-        if jax.process_index() != 0:
+        if jax.process_index() != 0 or self._replays:
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -115,7 +136,7 @@ class Run:
 
     def save(self, name: str, writer: Callable[[Path], Any]) -> None:
         """Lets a function write a file or folder of this name into the folder, on process 0."""
-        if jax.process_index() == 0:
+        if jax.process_index() == 0 and not self._replays:
             writer(self.folder / name)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
@@ -138,13 +159,21 @@ def launch(config_type: type[C], main: Callable[[C], Any]) -> None:
     debug = "--debug" in sys.argv
     try:
         config = tyro.cli(config_type)
-        options: DeviceOptions = config.run  # type: ignore[attr-defined]
+        options: Any = config.run  # type: ignore[attr-defined]
+        if replay := getattr(options, "replay", ""):
+            # The options of that run stand for those that the command line does not give.
+            config = tyro.cli(config_type, default=read_config(replay, config))
+            options = config.run  # type: ignore[attr-defined]
         if options.simulate_devices:
             simulate_devices(options.simulate_devices)
         join_hosts(options.hosts)
         main(config)
+    except Ended as ended:
+        if jax.process_index() == 0:
+            print(ended)
     except Stopped as stopped:
-        print(f"{stopped}; what it learnt is saved", file=sys.stderr)
+        same = "the same command" + ("" if options.folder else f" with --folder {stopped.folder}")
+        print(f"{stopped}; {same} goes on", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         if debug:
@@ -203,24 +232,65 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, str | int | float) else str(value)
 
 
-def _agreed_folder(name: str, asked: str) -> Path:
+def _agreed_folder(name: str, options: RunOptions, content: Mapping[str, Any]) -> Path:
     """The folder that process 0 chose, on every process.
 
     Raises:
-      UserError: process 0 found a run in it, or cannot make it.
+      UserError: process 0 found a run with other options in it, or cannot make it.
+      Ended: process 0 found a finished run in it.
     """
+    told = {"folder": "", "error": "", "ended": ""}
+    if jax.process_index() == 0:
+        try:
+            folder = options.replay or options.folder or _new_folder(name)
+            told |= {"folder": folder, "ended": "" if options.replay else _found(folder, content)}
+        except UserError as error:
+            told["error"] = str(error)
+    told = json.loads(from_first(json.dumps(told)))
+    if told["error"]:
+        raise UserError(told["error"])
+    if told["ended"]:
+        raise Ended(told["ended"])
+    return Path(told["folder"])
+
+
+def _found(folder: str, content: Mapping[str, Any]) -> str:
+    """What to say of a finished run in the folder; "" where there is none.
+
+    Raises:
+      UserError: there is a run with other options.
+    """
+    path = Path(folder)
     # A run that failed before its first step leaves its options alone, and its name free.
-    taken = asked and os.path.exists(Path(asked) / "metrics.jsonl")
-    folder = "" if taken or jax.process_index() else asked or _new_folder(name)
-    if jax.process_count() > 1:
-        text = np.frombuffer(folder.encode().ljust(4096, b"\0"), np.uint8)
-        folder = bytes(np.asarray(multihost_utils.broadcast_one_to_all(text), np.uint8)).decode()
-        folder = folder.rstrip("\0")
-    if not folder:
+    if not any(map(os.path.exists, [path / file for file in RUN_FILES])):
+        return ""
+    try:
+        before = json.loads((path / "config.json").read_text())
+        if table := differences(_fixed(before), _fixed(content)):
+            raise UserError(
+                f"{folder} holds a run with other options, which would change its numbers:\n"
+                f"{table}\nGive those that it has, or another --folder."
+            )
+        if (path / "summary.json").exists():
+            summary = (path / "summary.json").read_text().strip()
+            return f"The run in {folder} is finished; another --folder starts a new one.\n{summary}"
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        if isinstance(error, UserError):
+            raise
         raise UserError(
-            f"{asked} holds a run already. Give another --folder, or none for a new one."
-        )
-    return Path(folder)
+            f"{folder} holds a run, but its config.json or summary.json cannot be read ({error}). "
+            "Give another --folder."
+        ) from error
+    return ""
+
+
+def _fixed(content: Mapping[str, Any]) -> dict[str, Any]:
+    """What must stay the same while a run goes on, of what config.json holds."""
+    free = FREE | {"python", "versions", "commit", "devices"}
+    free |= {field.name for field in dataclasses.fields(DeviceOptions)} | {"folder"}
+    run = {name: value for name, value in content["config"]["run"].items() if name not in free}
+    rest = {name: value for name, value in content["config"].items() if name != "run"}
+    return {k: v for k, v in content.items() if k not in free | {"config"}} | rest | run
 
 
 def _new_folder(name: str) -> str:

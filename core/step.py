@@ -2,7 +2,8 @@
 
 In order: a scan over the k microbatches sums gradients of the weighted loss, weighted values and
 weights; the sums are divided once by the total weight; the global norm of the gradient is taken and
-the gradient clipped to it; the optimizer updates, unless loss or gradient are not finite. It is one
+the gradient clipped to it; the optimizer updates, unless loss or gradient are not finite: then
+parameters and optimizer state, its schedule's count included, stay as they are. It is one
 function over global arrays, so what it gives does not depend on devices, hosts or microbatches.
 """
 
@@ -23,6 +24,8 @@ INIT, TRAIN, PREDICT = range(3)
 Arrays = dict[str, jax.Array]
 # (params, rows, key) -> sums over these rows, see `contract.weighted_sums`.
 SumsFn = Callable[[Any, Any, jax.Array | None], Arrays]
+# (params, batch, key) -> (gradients, sums), not yet divided by the total weight.
+GradientsFn = Callable[[Any, Any, jax.Array], tuple[Any, Arrays]]
 
 
 @jax.tree_util.register_dataclass
@@ -35,13 +38,22 @@ class TrainState:
     params: Any
     opt_state: Any
     first_bad: jax.Array
-    """The first step whose loss or gradient was not finite, counted from 1, int32; 0 while there
-    is none. From that step on no update is applied."""
+    """The first of as many steps in a row without a finite loss and gradient as are too many,
+    counted from 1, int32; 0 while there is none. From that step on no update is applied."""
+    in_a_row: jax.Array
+    """Steps without a finite loss and gradient since the last one with, int32."""
+    skipped: jax.Array
+    """Steps without a finite loss and gradient so far, int32."""
 
 
 def stream(seed: int, purpose: int) -> jax.Array:
     """The key of one stream of randomness."""
     return jax.random.fold_in(jax.random.key(seed), purpose)
+
+
+def step_key(seed: int, steps_done: jax.Array | int) -> jax.Array:
+    """The key of the step after so many."""
+    return jax.random.fold_in(stream(seed, TRAIN), steps_done)
 
 
 def initial_state(
@@ -76,33 +88,19 @@ def initial_state(
             is_leaf=is_masked,
         )
         opt_state = jax.jit(optimizer.init, out_shardings=opt_shardings)(trained)
-    step, first_bad = jax.jit(lambda: (jnp.int32(0), jnp.int32(0)), out_shardings=whole)()
-    return TrainState(step, params, opt_state, first_bad)
+    step, *bad = jax.jit(lambda: [jnp.int32(0)] * 4, out_shardings=whole)()
+    return TrainState(step, params, opt_state, *bad)
 
 
-def make_step(
-    sums: SumsFn,
-    optimizer: optax.GradientTransformation,
-    seed: int,
-    clip_norm: float,
-    constrain: Callable[[Any], Any],
-) -> Callable[[TrainState, Any], tuple[TrainState, Arrays]]:
-    """The step (state, batch) -> (state, metrics), for a batch of arrays [k, B/k, ...].
+def summed_gradients(sums: SumsFn, constrain: Callable[[Any], Any]) -> GradientsFn:
+    """The function (params, batch, key) -> (gradients, sums) of a batch of arrays [k, B/k, ...].
 
     Args:
       sums: of loss, metrics and weights over the rows of a microbatch.
-      optimizer: updates the floating-point parameters; others never change.
-      seed: of dropout and the like; a step's key is a function of it and the number of the step.
-      clip_norm: largest norm of the gradient, 0 for no clipping.
       constrain: lays a tree of gradients out over the devices as the parameters are.
-
-    Returns:
-      A pure function. Its metrics are the averages of loss and metrics, the total weight, the norm
-      of the gradient before clipping, `first_bad`, and the learning rate as applied where the
-      optimizer was made with `optax.inject_hyperparams`.
     """
 
-    def summed_gradients(params: Any, batch: Any, key: jax.Array) -> tuple[Any, Arrays]:
+    def gradients(params: Any, batch: Any, key: jax.Array) -> tuple[Any, Arrays]:
         def loss(trained: Any, rows: Any, key: jax.Array) -> tuple[jax.Array, Arrays]:
             out = sums(merged(params, trained), rows, key)
             return out["loss"], out
@@ -115,9 +113,34 @@ def make_step(
         total: tuple[Any, Arrays] = scan_sum(part, batch)
         return total
 
+    return gradients
+
+
+def make_step(
+    gradients: GradientsFn,
+    optimizer: optax.GradientTransformation,
+    seed: int,
+    clip_norm: float,
+    too_many: int,
+) -> Callable[[TrainState, Any], tuple[TrainState, Arrays]]:
+    """The step (state, batch) -> (state, metrics), for a batch of arrays [k, B/k, ...].
+
+    Args:
+      gradients: from `summed_gradients`.
+      optimizer: updates the floating-point parameters; others never change.
+      seed: of dropout and the like; a step's key is a function of it and the number of the step.
+      clip_norm: largest norm of the gradient, 0 for no clipping.
+      too_many: steps in a row without a finite loss and gradient that set `first_bad`.
+
+    Returns:
+      A pure function. Its metrics are the averages of loss and metrics, the total weight, the norm
+      of the gradient before clipping, `first_bad`, `skipped`, and the learning rate as applied
+      where the optimizer was made with `optax.inject_hyperparams`.
+    """
+
     def step(state: TrainState, batch: Any) -> tuple[TrainState, Arrays]:
-        key = jax.random.fold_in(stream(seed, TRAIN), state.step)
-        grads, out = summed_gradients(state.params, batch, key)
+        key = step_key(seed, state.step)
+        grads, out = gradients(state.params, batch, key)
         metrics = averages(out)
         scale = jnp.where(out["weight"] > 0, 1 / out["weight"], 0)
         norm = optax.tree.norm(grads) * scale
@@ -129,14 +152,22 @@ def make_step(
         updates, opt_state = optimizer.update(grads, state.opt_state, trained)
         params = merged(state.params, optax.apply_updates(trained, updates))
 
-        good_so_far = finite | (state.first_bad > 0)
-        first_bad = jnp.where(good_so_far, state.first_bad, state.step + 1)
+        stopped = state.first_bad > 0
+        in_a_row = jnp.where(finite, 0, state.in_a_row + 1)
+        found = jnp.where(in_a_row == too_many, state.step + 2 - too_many, 0)
+        # A stopped run counts no further, so that what was before its first bad step is known.
+        in_a_row = jnp.where(stopped, state.in_a_row, in_a_row)
+        first_bad = jnp.where(stopped, state.first_bad, found)
+        skipped = state.skipped + (~finite & ~stopped)
         old = (state.params, state.opt_state)
         params, opt_state = jax.tree.map(
-            lambda new, old: jnp.where(first_bad == 0, new, old), (params, opt_state), old
+            lambda new, old: jnp.where(finite & (first_bad == 0), new, old),
+            (params, opt_state),
+            old,
         )
-        metrics |= {"grad_norm": norm, "first_bad": first_bad} | learning_rate(opt_state)
-        return TrainState(state.step + 1, params, opt_state, first_bad), metrics
+        metrics |= {"grad_norm": norm, "first_bad": first_bad, "skipped": skipped}
+        metrics |= learning_rate(opt_state)
+        return TrainState(state.step + 1, params, opt_state, first_bad, in_a_row, skipped), metrics
 
     return step
 

@@ -34,8 +34,10 @@ from core.data import AHEAD, Batch, Examples, Layout, batches, check_batch, coll
 from core.errors import UserError, at_least
 from core.fit import Loop, Metrics, Score, Source
 from core.mesh import is_cpu
+from core.nonfinite import replay
 from core.report import ReportOptions
 from core.rules import Overrides, infer
+from core.signals import Ended
 from core.step import (
     INIT,
     Arrays,
@@ -47,7 +49,11 @@ from core.step import (
     row_keys,
     scan_sum,
     stream,
+    summed_gradients,
 )
+
+# Options that may change while a run goes on: its numbers are the same.
+FREE = {"save_every", "keep", "on_nonfinite", "max_skipped", "replay", "report"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +77,13 @@ class TrainOptions:
     """Optimizer steps between two checkpoints; 0 saves with each evaluation."""
     keep: int = 1
     """Latest checkpoints that are kept, the best one apart."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """Where a loss or gradient is not finite: stop the run, or skip the update and go on."""
+    max_skipped: int = 10
+    """Skipped steps in a row after which the run stops all the same."""
+    replay: str = ""
+    """Folder of a run that stopped at a step that was not finite: runs that step again, with the
+    options of that run where no others are given, and ends."""
     seed: int = 0
     """Seed of initial weights, order of the data, dropout and sampling."""
     report: ReportOptions = ReportOptions()
@@ -78,8 +91,20 @@ class TrainOptions:
     def __post_init__(self) -> None:
         for name in ("steps", "eval_every", "save_every", "seed", "clip_norm"):
             at_least(self, name, 0)
-        for name in ("epochs", "batch_size", "microbatches", "keep"):
+        for name in ("epochs", "batch_size", "microbatches", "keep", "max_skipped"):
             at_least(self, name, 1)
+        if self.on_nonfinite not in ("stop", "skip"):
+            raise UserError(f"on_nonfinite {self.on_nonfinite!r} is not possible: stop or skip.")
+
+    @property
+    def too_many(self) -> int:
+        """Steps in a row without a finite loss and gradient at which a run stops."""
+        return self.max_skipped if self.on_nonfinite == "skip" else 1
+
+    def settings(self) -> dict[str, Any]:
+        """The options that the numbers of a run depend on."""
+        names = [field.name for field in dataclasses.fields(TrainOptions)]
+        return {name: getattr(self, name) for name in names if name not in FREE}
 
     def total_steps(self, examples: int) -> int:
         """Optimizer steps of a whole run over this many examples."""
@@ -142,7 +167,7 @@ class Trainer:
         self.summarize = summarize or (lambda metrics: {})
         self.layout = Layout(mesh, options.batch_size, options.microbatches)
         self._flat = functools.cache(lambda rows: Layout(mesh, rows))
-        self._dtype = _compute_dtype(options.compute_dtype, mesh)
+        self.dtype = compute_dtype(options.compute_dtype, mesh)
 
         shapes, load = _weights(init, stream(options.seed, INIT))
         self.inferred = infer(*self._traced(shapes, example), mesh, overrides)
@@ -153,12 +178,11 @@ class Trainer:
         self._outputs_jit = jax.jit(self._outputs, out_shardings=whole)
         if optimizer is not None and loss is not None:
             like = floating(shapes, shardings)
+            self.gradients = summed_gradients(
+                self._sums, lambda grads: jax.lax.with_sharding_constraint(grads, like)
+            )
             self.step = make_step(
-                self._sums,
-                optimizer,
-                options.seed,
-                options.clip_norm,
-                lambda grads: jax.lax.with_sharding_constraint(grads, like),
+                self.gradients, optimizer, options.seed, options.clip_norm, options.too_many
             )
             after = (jax.tree.map(lambda x: x.sharding, self.state), whole)
             self.step_jit = jax.jit(self.step, donate_argnums=0, out_shardings=after)
@@ -172,8 +196,14 @@ class Trainer:
     ) -> dict[str, Any]:
         """Trains to the end of the run, evaluating and saving on the way.
 
+        Where the folder holds checkpoints, the run goes on from the latest good one, and ends as
+        if it had never stopped.
+
         Args:
-          train: examples, or a function (epoch, params) that returns those of one pass.
+          train: examples, or a function (epoch, params) that returns those of one pass. It may
+            have `state()`, of dicts, lists, strings, numbers, None and NumPy arrays, and
+            `restore(state)`, for what else its examples depend on. With a function, checkpoints
+            are made where epochs end.
           valid: examples to evaluate, and to predict where there is a `score`.
           score: (outputs, examples) -> metrics of the predictions.
           best: a metric of the evaluation and "min" or "max": which checkpoint is the best one.
@@ -183,13 +213,17 @@ class Trainer:
           and the best ones.
 
         Raises:
-          UserError: no optimizer, no examples, a folder that holds a run, or a loss that is not
-            finite.
+          UserError: no optimizer, no examples, a folder that holds a run with other settings or
+            only damaged checkpoints, or a loss that is not finite.
+          Stopped: a signal asked for it, and all is saved.
+          Ended: the option `replay` was given, and this is what it found.
         """
         if not hasattr(self, "step_jit"):
             raise UserError("This trainer only predicts: to fit, give it a loss and an optimizer.")
         if best is not None and (isinstance(best, str) or len(best) != 2):
             raise UserError(f'best={best!r} must be a metric and "min" or "max": ("loss", "min").')
+        if self.options.replay:
+            raise Ended(replay(self, Path(self.options.replay)))
         return Loop(self, train, valid, score, Best(*best) if best else None).run()
 
     def evaluate(self, examples: Examples) -> Metrics:
@@ -258,7 +292,7 @@ class Trainer:
 
     def _sums(self, params: Any, rows: Batch, key: jax.Array | None) -> Arrays:
         assert self.loss is not None, "only called where there is one"
-        return weighted_sums(self.loss(cast(params, self._dtype), rows, key), rows["row_mask"])
+        return weighted_sums(self.loss(cast(params, self.dtype), rows, key), rows["row_mask"])
 
     def _batch_sums(self, params: Any, batch: Batch) -> Arrays:
         sums: Arrays = scan_sum(lambda _, rows: self._sums(params, rows, None), batch)
@@ -269,7 +303,7 @@ class Trainer:
         if self.predict_fn is None:
             raise UserError("This trainer has no predict function: give it one.")
         rows, key_data = jax.tree.map(lambda x: x[0], (batch, key_data))
-        return self.predict_fn(cast(params, self._dtype), rows, jax.random.wrap_key_data(key_data))
+        return self.predict_fn(cast(params, self.dtype), rows, jax.random.wrap_key_data(key_data))
 
     def _traced(self, params: Any, example: Examples) -> tuple[Callable[..., Any], Any, Any]:
         """Checks what loss and predict return on the shapes of one microbatch.
@@ -281,7 +315,7 @@ class Trainer:
         arrays = collated(self.collate, example, np.arange(width) % size, "example")
         batch = jax.eval_shape(lambda: {key: jnp.asarray(x) for key, x in arrays.items()})
         batch["row_mask"] = jax.ShapeDtypeStruct((width,), bool)
-        params_like = jax.eval_shape(lambda tree: cast(tree, self._dtype), params)
+        params_like = jax.eval_shape(lambda tree: cast(tree, self.dtype), params)
         keys = jax.random.split(jax.random.key(0), width)
         if self.predict_fn is not None:
             out = _shapes_of("predict", self.predict_fn, params_like, batch, keys)
@@ -289,7 +323,7 @@ class Trainer:
         if self.loss is None:
             assert self.predict_fn is not None, "checked with the signatures"
             predict = self.predict_fn
-            return (lambda p, b: predict(cast(p, self._dtype), b, keys)), params, batch
+            return (lambda p, b: predict(cast(p, self.dtype), b, keys)), params, batch
         for key in (None, keys[0]):
             check_loss(_shapes_of("loss", self.loss, params_like, batch, key), width)
         return (lambda p, b: self._sums(p, b, keys[0])["loss"]), params, batch
@@ -337,8 +371,8 @@ def _master(params: Any) -> Any:
     return jax.tree.map(lambda p: at_least_float32(p) if is_floating(p) else p, params)
 
 
-def _compute_dtype(name: str, mesh: Mesh) -> Any:
-    """None computes in the type of the weights."""
+def compute_dtype(name: str, mesh: Mesh) -> Any:
+    """The type that an option stands for; None computes in the type of the weights."""
     if name == "auto":
         return None if is_cpu(mesh) else jnp.bfloat16
     if name not in ("bfloat16", "float32", "float64"):

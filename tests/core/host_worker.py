@@ -1,9 +1,12 @@
 """One process of a run of several: trains, evaluates, predicts, saves; writes what it saw.
 
-python host_worker.py ADDRESS COUNT INDEX DEVICES FOLDER
+python -m tests.core.host_worker ADDRESS COUNT INDEX DEVICES FOLDER
 """
 
 import json
+import os
+import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -12,8 +15,10 @@ import numpy as np
 import optax
 
 from core import HostOptions, MeshOptions, Trainer, TrainOptions, join_hosts, make_mesh
-from core.mesh import simulate_devices
+from core.mesh import all_processes, from_first, simulate_devices
+from core.signals import Stopped
 from tests import toy
+from tests.core import resume_worker
 
 
 class Recorded:
@@ -57,12 +62,55 @@ def run(folder=None):
     }
 
 
+def stop(folder):
+    """The step at which the run stops where process 1 alone gets a signal in its step 4."""
+    one, count = resume_worker.trainer(folder, "plain"), 0
+    inner = one.step_jit
+
+    def step(state, batch):
+        nonlocal count
+        count += 1
+        if count == 4 and jax.process_index() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return inner(state, batch)
+
+    one.step_jit = step
+    try:
+        resume_worker.fit(one, "plain")
+    except Stopped as stopped:
+        return str(stopped)
+
+
+def go_on(folder):
+    one = resume_worker.trainer(folder, "plain")
+    return resume_worker.fit(one, "plain")["valid"]
+
+
+def fail(folder):
+    """What is said of a row that is not finite."""
+    examples = toy.examples(32)
+    examples[7]["y"] = np.full(3, np.inf)
+    one = resume_worker.trainer(folder, "plain")
+    try:
+        one.fit(examples)
+    except ValueError as error:
+        return str(error)
+
+
 def main(address, count, index, devices, folder):
     jax.config.update("jax_enable_x64", True)
     simulate_devices(int(devices))
     join_hosts(HostOptions(address, int(count), int(index)))
-    out = run(Path(folder) / "run")
-    (Path(folder) / f"process{index}.json").write_text(json.dumps(out))
+    folder = Path(folder)
+    out = run(folder / "run")
+    out["told"] = [from_first(f"ä{index}" * (9 - int(index))), all_processes(index == "0")]
+    out["stopped"] = stop(folder / "stopped")
+    if index == "0":
+        shutil.copytree(folder / "stopped", folder / "stopped-for-one")
+    out["two to two"] = go_on(folder / "stopped")
+    out["one to two"] = go_on(folder / "half")
+    out["bad"] = fail(folder / "bad")
+    (folder / f"process{index}.json").write_text(json.dumps(out))
 
 
 if __name__ == "__main__":

@@ -122,7 +122,7 @@ def test_saves_follow_their_own_interval(tmp_path):
 def test_a_save_copies_before_the_step_donates(tmp_path):
     params = {"w": jax.numpy.arange(1000.0)}
     checkpoints = Checkpoints(tmp_path, keep=1)
-    checkpoints.save(1, params, {"step": jax.numpy.int32(1)}, None)
+    checkpoints.save(1, params, {"step": jax.numpy.int32(1)}, {}, None)
     jax.jit(lambda p: {"w": p["w"] * 0}, donate_argnums=0)(params)
     checkpoints.close()
     loaded = Saved(tmp_path).load({"w": jax.sharding.SingleDeviceSharding(jax.devices()[0])})

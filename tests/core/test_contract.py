@@ -169,7 +169,7 @@ def test_loss_as_agreed_is_accepted(out):
                 Loss(zeros(4), metrics={name: zeros(4)}),
                 f"loss returned a metric named {name!r}, which is the core's own name.",
             )
-            for name in ("loss", "weight", "grad_norm", "learning_rate", "first_bad")
+            for name in ("loss", "weight", "grad_norm", "learning_rate", "first_bad", "skipped")
         ),
     ],
 )

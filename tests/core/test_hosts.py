@@ -1,9 +1,11 @@
 """Several processes of several devices give what one process gives, and read only their rows."""
 
+import contextlib
 import json
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -11,15 +13,54 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from core.checkpoint import Saved
-from tests.core import host_worker
+from core.checkpoint import FOLDER, Saved, steps
+from tests.core import host_worker, resume_worker
+from tests.core.test_resume import rows
 
 ROOT = Path(__file__).parents[2]
+
+
+@contextlib.contextmanager
+def four_devices_in_double_precision():
+    """As the two processes have them together."""
+    devices = jax.devices
+    jax.config.update("jax_enable_x64", True)
+    try:
+        jax.devices = lambda: devices()[:4]
+        yield
+    finally:
+        jax.devices = devices
+        jax.config.update("jax_enable_x64", False)
+
+
+class Killed(BaseException):
+    pass
+
+
+def half(folder):
+    """A run that ends without a word in step 8, after its checkpoint of step 5."""
+    one, count = resume_worker.trainer(folder, "plain"), 0
+    inner = one.step_jit
+
+    def step(state, batch):
+        nonlocal count
+        count += 1
+        if count == 8:
+            while not steps(folder / FOLDER):
+                time.sleep(0.01)
+            raise Killed
+        return inner(state, batch)
+
+    one.step_jit = step
+    with contextlib.suppress(Killed):
+        resume_worker.fit(one, "plain")
 
 
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hosts")
+    with four_devices_in_double_precision():
+        half(folder / "half")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -46,14 +87,15 @@ def two_processes(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one_process():
-    devices = jax.devices
-    jax.config.update("jax_enable_x64", True)
-    try:
-        jax.devices = lambda: devices()[:4]
+    with four_devices_in_double_precision():
         return host_worker.run()
-    finally:
-        jax.devices = devices
-        jax.config.update("jax_enable_x64", False)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    with four_devices_in_double_precision():
+        return folder, host_worker.go_on(folder)
 
 
 @pytest.mark.parametrize("what", ["metrics", "valid", "outputs", "again", "bias"])
@@ -84,7 +126,7 @@ def test_each_process_reads_only_its_rows(two_processes):
 
 def test_only_process_0_prints_and_all_save_together(two_processes):
     folder, (first, second), results = two_processes
-    assert "step 6/6" in first and "step" not in second
+    assert "step 6/6" in first and "step 6" not in second
     assert (folder / "run" / "curves.png").exists()
     saved = Saved(folder / "run", "last")
     assert saved.step == 6
@@ -95,3 +137,42 @@ def test_only_process_0_prints_and_all_save_together(two_processes):
         np.testing.assert_array_equal(bias, results[0]["bias"])
     finally:
         jax.config.update("jax_enable_x64", False)
+
+
+def test_processes_tell_each_other(two_processes):
+    for result in two_processes[2]:
+        assert result["told"] == ["ä0" * 9, False]
+
+
+def test_a_signal_to_one_process_stops_all_at_the_same_step(two_processes):
+    folder, _, (first, second) = two_processes
+    assert first["stopped"] == second["stopped"]
+    step = int(first["stopped"].removeprefix("stopped at step "))
+    assert 4 <= step <= 6, "soon"
+    assert steps(folder / "stopped-for-one" / FOLDER)[-1] == step
+
+
+@pytest.mark.parametrize("which", ["two to two", "one to two", "two to one"])
+def test_another_number_of_processes_goes_on(two_processes, uninterrupted, which):
+    folder, _, results = two_processes
+    name = {"two to two": "stopped", "one to two": "half", "two to one": "stopped-for-one"}[which]
+    if which == "two to one":
+        with four_devices_in_double_precision():
+            results = [{which: host_worker.go_on(folder / name)}]
+    whole, valid = uninterrupted
+    for result in results:
+        assert result[which] == pytest.approx(valid, rel=1e-11)
+    mine, other = rows(folder / name), rows(whole)
+    assert [(row["step"], row["split"]) for row in mine] == [
+        (row["step"], row["split"]) for row in other
+    ]
+    losses = [[row["loss"] for row in one] for one in (mine, other)]
+    np.testing.assert_allclose(*losses, rtol=1e-11)
+
+
+def test_a_loss_that_is_not_finite_stops_all_with_the_same_words(two_processes):
+    folder, _, (first, second) = two_processes
+    assert first["bad"] == second["bad"]
+    assert "the loss is not finite in row 7." in first["bad"]
+    with np.load(folder / "bad" / "nonfinite" / "batch.npz") as batch:
+        assert batch["x"].shape == (16, 16), "all rows of the step"

@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from core import Loss, UserError, make_mesh
 from core.contract import weighted_sums
 from core.optimizer import AdamWOptions
-from core.step import initial_state, learning_rate, make_step
+from core.step import initial_state, learning_rate, make_step, summed_gradients
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def trained(optimizer, params, steps):
     whole = NamedSharding(make_mesh(), PartitionSpec())
     shardings = jax.tree.map(lambda _: whole, params)
     state = initial_state(params, optimizer, shardings, whole)
-    step = jax.jit(make_step(sums, optimizer, 0, 0.0, lambda grads: grads))
+    step = jax.jit(make_step(summed_gradients(sums, lambda grads: grads), optimizer, 0, 0.0, 1))
     out = []
     for number in range(steps):
         x = np.random.default_rng(number).normal(size=(2, 4, 3))

@@ -10,11 +10,12 @@ import jax
 import numpy as np
 import pytest
 
-from core import MeshOptions, UserError, run
+from core import HostOptions, MeshOptions, TrainOptions, UserError, run
 from core.optimizer import AdamWOptions
 from core.report import ReportOptions
 from core.run import DeviceOptions, Devices, Run, RunOptions, Shared, launch, read_config
-from core.signals import Stopped
+from core.signals import Ended, Stopped
+from core.trainer import FREE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,9 +126,9 @@ def test_mistake_of_the_user_shows_its_traceback_when_debugging(launched):
     [
         (KeyboardInterrupt(), 130, "interrupted"),
         (
-            Stopped("stopped at step 3 by SIGTERM"),
+            Stopped(3, Path("runs/x")),
             1,
-            "stopped at step 3 by SIGTERM; what it learnt",
+            "stopped at step 3; the same command with --folder runs/x goes on",
         ),
     ],
 )
@@ -253,13 +254,91 @@ def test_summary_is_written_and_the_folder_said(capsys):
     assert capsys.readouterr().out == "The run is in x\n"
 
 
-def test_folder_of_another_run_is_refused_and_left_alone():
-    Run("toy", config(folder="x", seed=1))
-    Path("x/metrics.jsonl").touch()  # it has begun
-    says = "^x holds a run already. Give another --folder, or none for a new one.$"
-    with pytest.raises(UserError, match=says):
-        Run("toy", config(folder="x", seed=2))
+def begun(**options):
+    """A run that is not finished."""
+    made = Run("toy", config(folder="x", seed=1, **options), {"corpus": "abc"})
+    Path("x/metrics.jsonl").touch()
+    return made
+
+
+def test_folder_of_a_run_with_other_options_is_refused_with_a_table_and_left_alone():
+    begun()
+    with pytest.raises(UserError) as refused:
+        other = RunOptions(folder="x", seed=2, steps=7, compute_dtype="bfloat16")
+        Run("toy", Config(size=4, texts=("b",), run=other), {"corpus": "abd"})
+    assert str(refused.value).splitlines() == [
+        "x holds a run with other options, which would change its numbers:",
+        "  setting        the run has  given now",
+        '  computes_in    "as given"   "bfloat16"',
+        '  corpus         "abc"        "abd"',
+        "  size           3            4",
+        '  texts          []           ["b"]',
+        "  steps          0            7",
+        '  compute_dtype  "auto"       "bfloat16"',
+        "  seed           1            2",
+        "Give those that it has, or another --folder.",
+    ]
     assert strict_json(Path("x/config.json"))["config"]["run"]["seed"] == 1
+
+
+@pytest.mark.parametrize(
+    "free",
+    [
+        {"mesh": MeshOptions(2, 4)},
+        {"simulate_devices": 8},
+        {"hosts": HostOptions("none")},
+        {"overrides": ("a=fsdp",)},
+        {"report": ReportOptions(log_every=3, quiet=True)},
+        {"save_every": 3},
+        {"keep": 3},
+        {"debug": True},
+        {"on_nonfinite": "skip", "max_skipped": 3},
+    ],
+    ids=str,
+)
+def test_what_changes_no_number_may_change(free):
+    begun()
+    assert Run("toy", config(folder="x", seed=1, **free), {"corpus": "abc"}).folder == Path("x")
+    assert strict_json(Path("x/config.json"))["config"]["run"][next(iter(free))], "it is recorded"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        (field.name, value)
+        for field in dataclasses.fields(TrainOptions)
+        if field.name not in FREE
+        for value in [{"compute_dtype": "float32"}.get(field.name, 7)]
+    ],
+)
+def test_whatever_else_the_trainer_takes_may_not_change(field, value):
+    begun()
+    with pytest.raises(UserError, match=rf"\n  {field} "):
+        Run("toy", config(folder="x", **{"seed": 1, field: value}), {"corpus": "abc"})
+
+
+def test_finished_run_says_so_and_prints_its_summary(launched):
+    def main(config):
+        Run("toy", config).finish({"loss": 0.5})
+
+    assert launched(main, "--folder", "x")[0] == 0
+    code, out, err = launched(main, "--folder", "x")
+    assert code == 0 and err == ""
+    assert out.startswith("The run in x is finished; another --folder starts a new one.\n{")
+    assert json.loads(out[out.index("{") :]) == {"loss": 0.5}
+    code, _, err = launched(main, "--folder", "x", "--size", "9")
+    assert code == 2 and "size     3            9" in err
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", '{"config": 3}'])
+def test_folder_with_a_run_but_no_config_is_said(text):
+    begun()
+    if text is None:
+        Path("x/config.json").unlink()
+    else:
+        Path("x/config.json").write_text(text)
+    with pytest.raises(UserError, match="x holds a run, but its config.json"):
+        Run("toy", config(folder="x", seed=1))
 
 
 def test_folder_of_a_run_that_never_began_is_free():
@@ -308,16 +387,10 @@ def test_run_that_cannot_be_leaves_no_folder(tmp_path, options, says):
 
 @pytest.fixture
 def second_process(monkeypatch):
-    """Makes this the second of two; returns what the first sends as its folder."""
-    sent = {"folder": "runs/from-0"}
-
-    def broadcast(own):
-        assert own.shape == (4096,)
-        return np.frombuffer(sent["folder"].encode().ljust(4096, b"\0"), np.uint8)
-
+    """Makes this the second of two; returns what the first sends."""
+    sent = {"folder": "runs/from-0", "error": "", "ended": ""}
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(run.multihost_utils, "broadcast_one_to_all", broadcast)
+    monkeypatch.setattr(run, "from_first", lambda own: json.dumps(sent))
     return sent
 
 
@@ -333,28 +406,28 @@ def test_other_processes_use_the_folder_of_the_first_and_write_nothing(
     assert capsys.readouterr().out == ""
 
 
-def test_first_process_alone_decides_whether_a_folder_is_free(second_process):
+def test_first_process_alone_decides_about_a_folder(second_process):
     # It may have written its config before the others look.
     Path("x").mkdir()
     Path("x/metrics.jsonl").touch()
     second_process["folder"] = "x"
-    assert Run("toy", config(folder="x")).folder == Path("x")
-    second_process["folder"] = ""
-    with pytest.raises(UserError, match="y holds a run already"):
-        Run("toy", config(folder="y"))
+    assert Run("toy", config(folder="x", seed=5)).folder == Path("x")
+    second_process["error"] = "y holds another run"
+    with pytest.raises(UserError, match="^y holds another run$"):
+        Run("toy", config(folder="x"))
+    second_process |= {"error": "", "ended": "y is finished"}
+    with pytest.raises(Ended, match="^y is finished$"):
+        Run("toy", config(folder="x"))
 
 
-def test_first_process_sends_its_folder(monkeypatch):
+def test_first_process_sends_what_it_decided(monkeypatch):
     sent = []
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(
-        run.multihost_utils, "broadcast_one_to_all", lambda text: sent.append(text) or text
-    )
-    assert Run("toy", config(folder="ä" * 80)).folder == Path("ä" * 80)
-    (Path("ä" * 80) / "metrics.jsonl").touch()
-    with pytest.raises(UserError, match="holds a run already"):
-        Run("toy", config(folder="ä" * 80))
-    assert [bytes(text).decode().rstrip("\0") for text in sent] == ["ä" * 80, ""]
+    monkeypatch.setattr(run, "from_first", lambda text: sent.append(json.loads(text)) or text)
+    begun()
+    with pytest.raises(UserError, match="with other options"):
+        Run("toy", config(folder="x", seed=5))
+    assert sent[0] == {"folder": "x", "error": "", "ended": ""}
+    assert "with other options" in sent[1]["error"]
 
 
 # Reading it back

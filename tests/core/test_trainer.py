@@ -459,10 +459,9 @@ def test_a_loss_that_is_not_finite_stops_before_it_spoils_the_weights(microbatch
         optimizer=optax.adam(0.5), batch_size=2, microbatches=microbatches, steps=40
     )
     data = [1.0] * 9 + [np.nan]
-    with pytest.raises(UserError, match=r"not finite at step [1-5], and no update"):
+    with pytest.raises(UserError, match=r"^Step [1-5] \(epoch 0\) was not finite.* in row 9"):
         trainer.fit(data)
     assert np.isfinite(jax.device_get(jax.tree.leaves(trainer.state))).all()
-    assert 0 < int(trainer.state.first_bad) <= 5
 
 
 def test_keys_of_prediction_depend_on_the_position_alone():
@@ -570,13 +569,16 @@ def test_broken_functions_are_named_at_once(functions, message):
         broken(**functions)
 
 
-def test_a_folder_with_a_run_is_left_alone(tmp_path):
+def test_a_folder_with_a_finished_run_is_left_as_it_is(tmp_path):
     trainer = value_trainer(steps=2)
     trainer.folder = tmp_path
-    trainer.fit([1.0] * 8)
+    result = trainer.fit([1.0] * 8)
     rows = (tmp_path / "metrics.jsonl").read_text()
-    with pytest.raises(UserError, match="holds a run already: give another folder"):
-        trainer.fit([1.0] * 8)
+    again = value_trainer(steps=2)
+    again.folder = tmp_path
+    second = again.fit([1.0] * 8)
+    assert second["steps"] == 2 and second["train"] == result["train"]
+    assert float(again.state.params["one"]) == float(trainer.state.params["one"])
     assert (tmp_path / "metrics.jsonl").read_text() == rows
 
 

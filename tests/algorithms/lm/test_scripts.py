@@ -122,7 +122,7 @@ WRONG = {
     "batch": (["--batch-size", "6", "--microbatches", "4"], "4 or 8"),
     "range": (["--model.dropout", "1.5"], "dropout 1.5"),
     "heads": (["--model.heads", "5"], "not a multiple"),
-    "folder": (["--folder", "{trained}"], "holds a run already"),
+    "folder": (["--folder", "{trained}"], "holds a run with other options"),
     "override": (["--overrides", "nothing=fsdp"], "matches no parameter"),
     "warm-up": (["--steps", "3", "--optimizer.warmup", "5"], "not shorter than the run"),
     "dtype": (["--compute-dtype", "int8"], "use auto, bfloat16"),
