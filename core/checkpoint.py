@@ -118,7 +118,8 @@ class Checkpoints:
             self._writer.save(
                 self.path / str(step),
                 args=ocp.args.Composite(
-                    params=ocp.args.StandardSave(params),
+                    # (Orbax takes no single array.)
+                    params=ocp.args.StandardSave({"all": params}),
                     state=ocp.args.StandardSave(state),
                     run=ocp.args.JsonSave({"score": score, "run": run}),
                 ),
@@ -181,7 +182,7 @@ class Checkpoints:
             try:
                 checksums.verify(folder, ("params", "state", "run"))
                 restored = (
-                    _read(folder / "params", params),
+                    _read(folder / "params", {"all": params})["all"],
                     _read(folder / "state", state),
                     _json(folder)["run"],
                 )
@@ -236,9 +237,9 @@ class Saved:
         self._folder = path / str(self.step)
 
     def shapes(self) -> Any:
-        """A `ShapeDtypeStruct` per parameter."""
+        """A `ShapeDtypeStruct` per parameter, in dicts with string keys, lists and tuples."""
         try:
-            tree = ocp.StandardCheckpointHandler().metadata(self._folder / "params").tree
+            tree = ocp.StandardCheckpointHandler().metadata(self._folder / "params").tree["all"]
         except Exception as error:
             raise self._error(short(error)) from error
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
@@ -252,7 +253,7 @@ class Saved:
         target = like(self.shapes(), shardings)
         try:
             checksums.verify(self._folder, ("params",))
-            return _read(self._folder / "params", target)
+            return _read(self._folder / "params", {"all": target})["all"]
         except Damaged as error:
             raise self._error(str(error)) from error
 
@@ -301,9 +302,11 @@ def _misfits(saved: Any, wanted: Any) -> str:
     has, needs = shapes(saved), shapes(wanted)
     names = [name for name in {**needs, **has} if has.get(name) != needs.get(name)]
     told = [
-        f"{name} is {has.get(name, 'missing')}, not {needs.get(name, 'there')}" for name in names
+        f"{name.removeprefix('all/')} is {has.get(name, 'missing')}, not {needs.get(name, 'there')}"
+        for name in names[:3]
     ]
-    return "; ".join(told[:3] + [f"and {len(told) - 3} more"] * (len(told) > 3))
+    more = [f"and {len(names) - 3} more"] if len(names) > 3 else []
+    return "; ".join(told + more) + "." * bool(names)
 
 
 def _json(folder: Path) -> Any:

@@ -16,8 +16,9 @@ import numpy as np
 
 from core.errors import UserError
 
-# Names of the metrics that the core itself logs.
-RESERVED = ("loss", "weight", "grad_norm", "learning_rate", "first_bad", "skipped")
+# Names of the metrics that the core itself logs, and of what else stands in a row.
+RESERVED = {"loss", "weight", "grad_norm", "learning_rate", "first_bad", "skipped"}
+RESERVED |= {"step", "split", "time"}
 
 
 @jax.tree_util.register_dataclass

@@ -50,7 +50,8 @@ def count(examples: Any, name: str = "examples") -> int:
     if not (hasattr(examples, "__len__") and hasattr(examples, "__getitem__")):
         raise UserError(
             f"The {name}: a {type(examples).__name__} has no length and no index. Give a sequence, "
-            "a datasets.Dataset, a dict of arrays, or a function (epoch, params) that returns one."
+            "a datasets.Dataset or a dict of arrays (to train also a function (epoch, params) that "
+            "returns one)."
         )
     return len(examples)
 
@@ -156,8 +157,9 @@ def batches(
         for key, array in arrays.items():
             if shapes.setdefault(key, array.shape) != array.shape:
                 raise UserError(
-                    f"collate returned {key!r} as {list(array.shape)} after {list(shapes[key])}: "
-                    "shapes must not depend on the examples; pad to a fixed length."
+                    f"collate returned {key!r} as {list(array.shape)} after {list(shapes[key])}, "
+                    f"for the examples {step.tolist()} of the {name}: shapes must not depend on "
+                    "the examples; pad to a fixed length."
                 )
         return layout.batch(arrays, len(step))
 
@@ -205,8 +207,8 @@ def collated(
         batch = collate(select(examples, rows))
     except Exception as error:
         culprit = _culprit(collate, examples, rows)
-        if culprit is not None:
-            error.add_note(f"This came from example {culprit} of the {name}.")
+        where = f"example {culprit}" if culprit is not None else f"the examples {rows.tolist()}"
+        error.add_note(f"This came from {where} of the {name}.")
         raise
     return check_batch(batch, len(rows))
 

@@ -10,10 +10,13 @@ class UserError(ValueError):
 
 
 def at_least(options: Any, name: str, least: float) -> None:
-    """Raises a `UserError` where a numeric option is below its least value, or not a number."""
+    """Raises a `UserError` where a numeric option is below its least value, or no 32-bit number."""
     value = getattr(options, name)
-    if not least <= value < float("inf"):
-        raise UserError(f"{name} {value} is out of range: it must be at least {least}.")
+    if not least <= value < 2**31:
+        raise UserError(
+            f"{name} {value} is out of range: it must be at least {least}"
+            + (" and below 2^31." if value >= 2**31 else ".")
+        )
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:

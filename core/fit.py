@@ -85,6 +85,7 @@ class Loop:
         self.waiting: tuple[int, dict[str, jax.Array]] | None = None
         self.logged = self.skipped = 0
         self.score_now: float | None = None
+        self.may_save = True  # and so may have the best score
         self.checkpoints = (
             Checkpoints(trainer.folder, self.options.keep) if trainer.folder else None
         )
@@ -117,9 +118,9 @@ class Loop:
             stream = stack.enter_context(contextlib.closing(self._batches()))
             left = self.total - self.at.step if self.total else None
             stop = stack.enter_context(StopSignals("epoch" if self.from_source else "step"))
-            for batch, epoch_ends in itertools.islice(stream, left):
-                last = self._step(batch, epoch_ends)
-                if stop.asked() and not last and (epoch_ends or not self.from_source):
+            for batch, rows, epoch_ends in itertools.islice(stream, left):
+                last = self._step(batch, rows, epoch_ends)
+                if stop.asked() and not last and self.may_save:
                     self._save()
                     self._settle()
                     raise Stopped(self.at.step, self.trainer.folder)
@@ -130,30 +131,32 @@ class Loop:
         seconds = time.monotonic() - self.began
         return {"steps": self.at.step, "seconds": seconds} | self.at.result
 
-    def _step(self, batch: Batch, epoch_ends: bool) -> bool:
+    def _step(self, batch: Batch, rows: int, epoch_ends: bool) -> bool:
         """One step and what is due after it; returns whether it was the last."""
         trainer, at, options = self.trainer, self.at, self.options
         trainer.state, metrics = trainer.step_jit(trainer.state, batch)
         at.step += 1
         at.epoch, at.position = (at.epoch + 1, 0) if epoch_ends else (at.epoch, at.position + 1)
         last = at.step == self.total or (not options.steps and at.epoch == options.epochs)
-        self.report.advance(at.step)
+        self.may_save = last or epoch_ends or not self.from_source
+        self.report.advance(at.step, rows)
         self._log()
         if last or at.step % options.report.log_every == 0:
             self.waiting = (at.step, metrics)
         if _due(at.step, options.eval_every, epoch_ends):
             self._evaluate()
         evaluated = epoch_ends if self.valid is None else at.evaluated == at.step
-        due = _due(at.step, options.save_every, evaluated)
+        improved = at.result["best"].get("step") == at.step
+        due = _due(at.step, options.save_every, evaluated) or improved
         if self.from_source:  # its state, or what it makes of the parameters, is known there alone
             every = options.save_every or 1
-            due = epoch_ends and at.step // every > self.saved // every
+            due = epoch_ends and (improved or at.step // every > self.saved // every)
         if due and not last:
             self._save()
         return last
 
-    def _batches(self) -> Generator[tuple[Batch, bool]]:
-        """The batches that are left, each with whether it ends its epoch."""
+    def _batches(self) -> Generator[tuple[Batch, int, bool]]:
+        """The batches that are left, each with its number of rows and whether it ends its epoch."""
         epochs = itertools.count() if self.options.steps else range(self.options.epochs)
         for epoch in itertools.islice(epochs, self.at.epoch, None):
             if callable(self.train):
@@ -167,7 +170,7 @@ class Loop:
             ahead = batches(self.examples, rows[done * size :], layout, collate, "training data")
             steps = math.ceil(len(rows) / size)
             for number, batch in enumerate(ahead, done + 1):
-                yield batch, number == steps
+                yield batch, min(size, len(rows) - (number - 1) * size), number == steps
 
     def _log(self) -> None:
         """Writes the metrics that wait to be read, if any."""
@@ -201,7 +204,7 @@ class Loop:
                 ) from error
         self.report.log(self.at.step, metrics, "valid")
         self.at.evaluated, self.at.result["valid"] = self.at.step, metrics
-        self.score_now = self.best.score(metrics) if self.best else None
+        self.score_now = self.best.score(metrics) if self.best and self.may_save else None
         if self.score_now is not None and self.score_now > self.at.best_score:
             self.at.best_score = self.score_now
             self.at.result["best"] = metrics | {"step": self.at.step}

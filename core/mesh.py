@@ -6,6 +6,7 @@ There is always a mesh; one device is a mesh of one. The example axis of a batch
 
 import dataclasses
 import math
+import socket
 from collections.abc import Sequence
 
 import jax
@@ -61,7 +62,7 @@ def join_hosts(options: HostOptions) -> None:
                 raise
         return
     host, _, port = options.address.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise UserError(
             f"--hosts.address {options.address!r} is not an address: give host:port of process 0, "
             'such as 10.0.0.1:8476, or "auto" or "none".'
@@ -72,7 +73,26 @@ def join_hosts(options: HostOptions) -> None:
             "explicit --hosts.address, give the number of processes and the index of this one, "
             "from 0 to the number less one."
         )
+    _check_reachable(host, int(port), own=options.index == 0)
     jax.distributed.initialize(options.address, options.count, options.index)
+
+
+def _check_reachable(host: str, port: int, own: bool) -> None:
+    """Raises a `UserError` where JAX would end the process without a word."""
+    try:
+        address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise UserError(f"--hosts.address {host}:{port} leads nowhere ({error}).") from error
+    if own:
+        with socket.socket(address[0], socket.SOCK_STREAM) as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                trial.bind(("", port))
+            except OSError as error:
+                raise UserError(
+                    f"--hosts.address {host}:{port}: the port cannot be opened here, on process 0 "
+                    f"({error.strerror}). Give a free one."
+                ) from error
 
 
 def simulate_devices(count: int) -> None:

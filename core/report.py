@@ -82,7 +82,9 @@ class Report:
         self._main = jax.process_index() == 0
         self._verbose = self._main and not options.quiet
         # When the first step ended (it compiles), then the latest rows: for speed and time left.
-        self._marks: deque[tuple[int, float]] = deque(maxlen=50)
+        self._marks: deque[tuple[int, float, int]] = deque(maxlen=50)
+        # The rows done up to each of the latest steps: the last step of an epoch may have fewer.
+        self._rows: deque[tuple[int, int]] = deque([(start, 0)], maxlen=3)
         self._trackers: dict[str, Tracker] = {}
         self._failed: set[str] = set()
         with ExitStack() as opened:  # closed here only if one of them cannot start
@@ -113,11 +115,16 @@ class Report:
         now = monotonic()
         values = {name: float(value) for name, value in metrics.items()}
         if split == "train" and "weight" in values and self._marks:
-            last_step, last_time = self._marks[-1]
+            last_step, last_time, last_rows = self._marks[-1]
             if step > last_step and now > last_time:
-                speed = values["weight"] * (step - last_step) / (now - last_time)
+                rows = dict(self._rows)
+                steps = float(step - last_step)  # as large as this one
+                if step in rows and step - 1 in rows:
+                    steps = (rows[step] - last_rows) / (rows[step] - rows[step - 1])
+                speed = values["weight"] * steps / (now - last_time)
                 values[f"{self._unit}_per_second"] = speed
-        self._marks.append((step, now))  # after validation too, which is no part of the speed
+        # After validation too, which is no part of the speed.
+        self._marks.append((step, now, dict(self._rows).get(step, 0)))
         for name, track in self._trackers.items():
             try:
                 track(step, split, values)
@@ -128,11 +135,14 @@ class Report:
         if self._verbose:
             self._print(step, values, split, now)
 
-    def advance(self, step: int) -> None:
-        """Says that `step` is done; cheap enough for every step."""
+    def advance(self, step: int, rows: int = 1) -> None:
+        """Says that `step`, of so many rows, is done; cheap enough for every step."""
         now = monotonic()
+        last, before = self._rows[-1]
+        if step > last:
+            self._rows.append((step, before + rows))
         if not self._marks:
-            self._marks.append((step, now))
+            self._marks.append((step, now, before + rows))
         if self._bar is not None:
             self._bar.n = max(step, self._bar.n)  # a row may be logged while a later step runs
             if now - self._refreshed >= REFRESH_SECONDS:
@@ -164,7 +174,7 @@ class Report:
         shown = [_figure(name, values[name]) for name in self._show if name in values]
         if (speed := values.get(f"{self._unit}_per_second")) is not None:
             shown.append(f"{speed:,.0f} {self._unit}/s")
-        (first_step, first_time), total = self._marks[0], self._total
+        (first_step, first_time, _), total = self._marks[0], self._total
         left = []
         if total is not None and first_step < step < total:
             seconds = (total - step) * (now - first_time) / (step - first_step)

@@ -261,11 +261,16 @@ def _found(folder: str, content: Mapping[str, Any]) -> str:
       UserError: there is a run with other options.
     """
     path = Path(folder)
+    config, begun = path / "config.json", any(os.path.exists(path / file) for file in RUN_FILES)
     # A run that failed before its first step leaves its options alone, and its name free.
-    if not any(map(os.path.exists, [path / file for file in RUN_FILES])):
+    if not begun and not os.path.exists(config):
         return ""
     try:
-        before = json.loads((path / "config.json").read_text())
+        before = json.loads(config.read_text())
+        if not before["config"]["run"]:
+            raise ValueError("it is none of a run")
+        if not begun:
+            return ""
         if table := differences(_fixed(before), _fixed(content)):
             raise UserError(
                 f"{folder} holds a run with other options, which would change its numbers:\n"
@@ -278,8 +283,8 @@ def _found(folder: str, content: Mapping[str, Any]) -> str:
         if isinstance(error, UserError):
             raise
         raise UserError(
-            f"{folder} holds a run, but its config.json or summary.json cannot be read ({error}). "
-            "Give another --folder."
+            f"{folder} holds a run whose config.json or summary.json cannot be read, or something "
+            f"else that has such files ({error!r}). Give another --folder."
         ) from error
     return ""
 

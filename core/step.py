@@ -198,9 +198,18 @@ def averages(sums: Arrays) -> Arrays:
 
 
 def learning_rate(opt_state: Any) -> Arrays:
-    """{"learning_rate": as last applied}, or {} where the optimizer does not keep it."""
+    """{"learning_rate": as last applied}, or {} where the optimizer does not keep it.
+
+    `optax.inject_hyperparams` keeps it in an attribute; a parameter may have the same name.
+    """
     found = optax.tree.get_all_with_path(
-        opt_state, "learning_rate", filtering=lambda _, value: isinstance(value, jax.Array)
+        opt_state,
+        "learning_rate",
+        filtering=lambda path, value: (
+            isinstance(value, jax.Array)
+            and value.ndim == 0
+            and getattr(path[-2], "name", "") == "hyperparams"
+        ),
     )
     return {"learning_rate": found[0][1]} if found else {}
 

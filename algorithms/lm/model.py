@@ -249,9 +249,11 @@ def causal_attention(q, k, v):
     """`attention` of each position on itself and on those before it.
 
     Four blocks of queries, each on the keys up to its own end, so that most of the masked half is
-    never computed; on a GPU in 16 bits, cuDNN's fused kernel.
+    never computed; on a GPU in 16 bits, cuDNN's fused kernel
+    where it has the size of the heads.
     """
-    if jax.default_backend() == "gpu" and q.dtype.itemsize == 2:
+    fits = q.dtype.itemsize == 2 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128
+    if jax.default_backend() == "gpu" and fits:
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
     length = q.shape[1]
     size = max(64, -(-length // 4))

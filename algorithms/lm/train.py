@@ -8,6 +8,7 @@ from functools import partial
 
 from core import Trainer
 from core.decode import Sampling
+from core.errors import at_least
 from core.optimizer import AdamWOptions
 from core.run import Run, RunOptions, Shared, launch
 
@@ -44,6 +45,10 @@ class Config:
     model: ModelConfig = ModelConfig()
     optimizer: AdamWOptions = AdamWOptions(1e-2, warmup=30, b2=0.99, weight_decay=0.1)
     run: Shared = RunOptions(steps=600, batch_size=16, eval_every=150, clip_norm=1.0)
+
+    def __post_init__(self) -> None:
+        for name, least in (("vocab_size", 0), ("block", 1), ("completions", 0), ("new_tokens", 1)):
+            at_least(self, name, least)
 
 
 def main(config: Config) -> None:

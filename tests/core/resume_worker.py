@@ -75,6 +75,11 @@ def fit(one, kind):
     return one.fit(train, toy.examples(9, seed=5), best=("abs", "min"))
 
 
+def finished(folder):
+    """Whether there is a checkpoint, and no other under way."""
+    return steps(folder / FOLDER) and not list((folder / FOLDER).glob("*tmp*"))
+
+
 def dies_at(one, moment):
     """Makes a trainer kill its process at its Nth "step N", "evaluation N" or "finalising N"."""
     what, number = moment.split()
@@ -85,7 +90,7 @@ def dies_at(one, moment):
             nonlocal count
             count += 1
             if count == int(number):
-                while not steps(one.folder / FOLDER):  # the first one may be under way
+                while what != "finalising" and not finished(one.folder):
                     time.sleep(0.01)
                 os.kill(os.getpid(), signal.SIGKILL)
             return original(*args)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from core import Loss, MeshOptions, Trainer, TrainOptions, UserError, make_mesh
-from core.checkpoint import FOLDER, Best, Checkpoints, Saved
+from core.checkpoint import FOLDER, Best, Checkpoints, Saved, like
 from core.report import ReportOptions
 from tests import toy
 
@@ -105,6 +106,30 @@ def test_the_best_and_the_latest_are_kept(tmp_path, mode, keep, best, steps):
     assert Saved(tmp_path, "last").step == 5
     whole = {"one": jax.sharding.SingleDeviceSharding(jax.devices()[0])}
     assert float(Saved(tmp_path).load(whole)["one"]) == 1 - best, "it falls by 1 with each step"
+
+
+def test_the_best_is_saved_where_no_save_is_due(tmp_path):
+    values = [1.0, 5.0, 5.0, 0.0, 0.0]  # of steps 2, 4, 6, 8 and 9
+    one, score = planted(tmp_path, values, steps=9, eval_every=2, save_every=3)
+    result = one.fit([1.0], [1.0], score, best=("planted", "max"))
+    assert result["best"]["step"] == Saved(tmp_path).step == 4, "the first of equals"
+    assert kept(tmp_path) == [4, 9]
+
+
+def test_any_pytree_of_arrays_is_saved(tmp_path):
+    class Pair(NamedTuple):
+        a: jax.Array
+        b: tuple
+
+    for number, params in enumerate([Pair(np.ones(2), (np.ones(3),)), {0: np.ones(2)}, np.ones(2)]):
+        params = jax.tree.map(jax.numpy.asarray, params)
+        checkpoints = Checkpoints(tmp_path / str(number), keep=1)
+        checkpoints.save(1, params, {"step": jax.numpy.int32(1)}, {}, None)
+        checkpoints.close()
+        target = like(params), like({"step": jax.numpy.int32(1)})
+        restored, _, _ = checkpoints.restore(*target, pytest.fail)
+        assert jax.tree.structure(restored) == jax.tree.structure(params)
+        jax.tree.map(np.testing.assert_array_equal, restored, params)
 
 
 def test_without_evaluations_the_latest_is_the_best(tmp_path):

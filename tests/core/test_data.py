@@ -159,6 +159,13 @@ def test_an_error_in_collate_names_the_example_and_stops(kind):
     assert len(seen) <= 1
 
 
+def test_examples_that_do_not_go_together_are_named():
+    rows = [np.zeros(2), np.zeros(2), np.zeros(3)]
+    with pytest.raises(ValueError, match="same shape") as caught:
+        collated(np.stack, rows, np.array([2, 0]), "text")
+    assert caught.value.__notes__ == ["This came from the examples [2, 0] of the text."]
+
+
 def test_an_example_that_cannot_be_read_is_named():
     class Broken(list):
         def __getitem__(self, row):
@@ -193,5 +200,8 @@ def test_shapes_that_depend_on_the_examples_are_refused():
     def ragged(examples):
         return {"x": np.zeros((len(examples), int(max(examples))))}
 
-    with pytest.raises(UserError, match=r"'x' as \[4, 11\] after \[4, 7\]: .*pad to a fixed"):
+    with pytest.raises(
+        UserError,
+        match=r"'x' as \[4, 11\] after \[4, 7\], for the examples \[4, 5, 6, 7\] of .*pad",
+    ):
         list(batches(np.arange(4, 12), np.arange(8), Layout(mesh(1), 4), ragged))

@@ -1,4 +1,5 @@
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -105,12 +106,27 @@ def test_hosts_are_joined_as_the_options_say(joined, options, calls):
     assert joined == calls
 
 
-@pytest.mark.parametrize("address", ["10.0.0.1", "10.0.0.1:", ":8476", "host:port", ""])
+@pytest.mark.parametrize(
+    "address", ["10.0.0.1", "10.0.0.1:", ":8476", "host:port", "", "a:0", "a:65536"]
+)
 def test_an_address_without_host_or_port_is_refused(joined, address):
     says = f"--hosts.address {address!r} is not an address: give host:port of process 0"
     with pytest.raises(UserError, match=re.escape(says)):
         join_hosts(HostOptions(address, 2, 0))
     assert not joined
+
+
+def test_a_port_that_is_taken_and_a_host_that_is_not_are_said(joined):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f":{port}: the port cannot be opened here"):
+            join_hosts(HostOptions(f"127.0.0.1:{port}", 1, 0))
+        join_hosts(HostOptions(f"127.0.0.1:{port}", 2, 1))  # another process's to open
+    assert len(joined) == 1
+    with pytest.raises(UserError, match="nohost.invalid:80 leads nowhere"):
+        join_hosts(HostOptions("nohost.invalid:80", 2, 1))
 
 
 @pytest.mark.parametrize(("count", "index"), [(2, 2), (2, -1), (0, 0), (0, -1), (-1, 0)])

@@ -140,3 +140,10 @@ def test_frozen_parameter_with_weight_decay_stays_the_same_to_the_bit(frozen_fir
 
 def test_an_optimizer_without_a_kept_rate_has_none_to_log():
     assert learning_rate(optax.adam(0.1).init({"a": jnp.ones(2)})) == {}
+
+
+def test_a_parameter_named_learning_rate_is_not_taken_for_it():
+    params = {"learning_rate": jnp.ones(()), "hyperparams": {"learning_rate": jnp.ones(3)}}
+    assert learning_rate(optax.adam(0.1).init(params)) == {}
+    state = optax.inject_hyperparams(optax.adam)(0.25).init(params)
+    assert learning_rate(state) == {"learning_rate": 0.25}

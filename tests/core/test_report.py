@@ -160,6 +160,18 @@ def test_speed_is_weight_of_the_steps_over_time_since_the_last_row(tmp_path, clo
     assert speeds == [None, 250.0, None, 150.0, None]
 
 
+def test_speed_counts_rows_where_the_last_step_of_an_epoch_is_small(tmp_path, clock):
+    run = Report(tmp_path, 10)
+    for step, rows in enumerate([63, 1, 63, 1], 1):
+        clock.now += 2
+        run.advance(step, rows)
+        if rows == 1:
+            run.log(step, {"weight": 3.0})
+    run.close()
+    speeds = [row["examples_per_second"] for row in strict_rows(tmp_path)]
+    assert speeds == [3 * 1 / 2, 3 * 64 / 4], "from the end of the first step on"
+
+
 def test_time_left_follows_recent_speed_and_not_compilation(clock, capsys):
     run = Report(None, 1000)
     clock.now += 600

@@ -337,7 +337,7 @@ def test_folder_with_a_run_but_no_config_is_said(text):
         Path("x/config.json").unlink()
     else:
         Path("x/config.json").write_text(text)
-    with pytest.raises(UserError, match="x holds a run, but its config.json"):
+    with pytest.raises(UserError, match="x holds a run whose config.json or"):
         Run("toy", config(folder="x", seed=1))
 
 
@@ -345,6 +345,15 @@ def test_folder_of_a_run_that_never_began_is_free():
     Run("toy", config(folder="x", seed=1))
     Run("toy", config(folder="x", seed=2))
     assert strict_json(Path("x/config.json"))["config"]["run"]["seed"] == 2
+
+
+@pytest.mark.parametrize("text", ['{"mine": 1}', "[]", '{"config": {"run": {}}}'])
+def test_folder_with_the_config_of_something_else_is_left_alone(text):
+    Path("x").mkdir()
+    Path("x/config.json").write_text(text)
+    with pytest.raises(UserError, match="or something else that has such files"):
+        Run("toy", config(folder="x"))
+    assert Path("x/config.json").read_text() == text
 
 
 def test_folder_without_a_run_is_taken():

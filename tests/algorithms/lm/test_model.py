@@ -185,15 +185,23 @@ def test_blocks_of_queries_equal_the_whole(x64, length):
     np.testing.assert_allclose(jax.jit(causal_attention)(q, k, v), whole, rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("dtype, fused", [(jnp.bfloat16, True), (jnp.float32, False)])
-def test_a_gpu_takes_the_fused_kernel_in_half_precision(monkeypatch, dtype, fused):
+@pytest.mark.parametrize(
+    "dtype, head, fused",
+    [
+        (jnp.bfloat16, 64, True),
+        (jnp.float32, 64, False),
+        (jnp.bfloat16, 36, False),
+        (jnp.bfloat16, 256, False),
+    ],
+)
+def test_a_gpu_takes_the_fused_kernel_in_half_precision(monkeypatch, dtype, head, fused):
     def kernel(q, k, v, **options):
         assert options == {"is_causal": True, "implementation": "cudnn"}
         return jnp.full_like(q, 7)
 
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax.nn, "dot_product_attention", kernel)
-    q = jnp.ones((1, 3, 2, 2), dtype)
+    q = jnp.ones((1, 3, 2, head), dtype)
     assert (causal_attention(q, q, q) == (7 if fused else 1)).all()
 
 
