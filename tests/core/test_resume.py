@@ -62,12 +62,12 @@ def uninterrupted(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
-    """The folder of a run that was killed in step 8, after its checkpoint of step 5."""
+    """The folder of a run that was killed in step 6, after its checkpoint of step 5."""
     folder = tmp_path_factory.mktemp("killed")
-    process = worker(folder, "plain", "step 8")
+    process = worker(folder, "plain", "step 6")
     _, err = process.communicate()
     assert process.returncode == -signal.SIGKILL, err
-    assert steps(folder / FOLDER) == [3, 5], "the first evaluation was the best"
+    assert steps(folder / FOLDER) == [3, 5], "3 is the end of an epoch, and the best so far"
     return folder
 
 
