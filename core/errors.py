@@ -10,13 +10,12 @@ class UserError(ValueError):
 
 
 def at_least(options: Any, name: str, least: float) -> None:
-    """Raises a `UserError` where a numeric option is below its least value, or no 32-bit number."""
+    """Raises a `UserError` where a numeric option is below its least value, or beyond 32 bits."""
     value = getattr(options, name)
-    if not least <= value < 2**31:
-        raise UserError(
-            f"{name} {value} is out of range: it must be at least {least}"
-            + (" and below 2^31." if value >= 2**31 else ".")
-        )
+    end = 2**31 if isinstance(value, int) else float("inf")
+    if not least <= value < end:
+        below = f" and below {end}" if value >= end else ""
+        raise UserError(f"{name} {value} is out of range: it must be at least {least}{below}.")
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:

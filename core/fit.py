@@ -331,10 +331,11 @@ class Loop:
         if trainer.folder and not self.from_source and self.saved < bad - 1:
             before = dataclasses.replace(self.at, step=bad - 1, epoch=epoch, position=position)
             self._try_checkpoint(before)
+        also = f", nor the {options.too_many - 1} after it" if options.too_many > 1 else ""
         raise UserError(
-            f"Step {bad} (epoch {epoch}) was not finite. Done once more, it has {said} No update "
-            "was applied from there on. Try a lower learning rate, a lower clip norm, the compute "
-            "dtype float32, or on_nonfinite skip."
+            f"Step {bad} (epoch {epoch}) was not finite{also}. Done once more, it has {said} No "
+            "update was applied from there on. Try a lower learning rate, a lower clip norm, the "
+            "compute dtype float32, or on_nonfinite skip."
         )
 
 

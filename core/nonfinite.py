@@ -48,10 +48,14 @@ class Finding:
             if len(self.tensors) == 1
             else f"of {len(self.tensors)} tensors that are"
         )
-        guilty = f"in row {_listed(rows[list(self.rows)])}" if self.rows else "in no row by itself"
+        guilty = (
+            f"the loss is not finite in row {_listed(rows[list(self.rows)])}"
+            if self.rows
+            else "each has a finite loss"
+        )
         return (
             f"{text}. The first {of} not finite is {self.tensors[0]}. Of the rows of the step, "
-            f"{_listed(rows)}, the loss is not finite {guilty}."
+            f"{_listed(rows)}, {guilty}."
         )
 
 
