@@ -75,7 +75,8 @@ format: $(VENV)/lint
 	$(VENV)/bin/ruff check --fix .
 
 bench: $(VENV)/runtime$(JAX)
-	$(VENV)/bin/python -m benchmarks.overhead $(ARGS)
+	$(VENV)/bin/python -m benchmarks.overhead
+	$(VENV)/bin/python -m benchmarks.checkpoint
 
 clean:
 	rm -rf $(VENV) $(HEAVY)
