@@ -1,32 +1,33 @@
-"""Gymnasium environments to rollouts: the source of examples, and what it remembers.
+"""Environments to rollouts: the source of examples, and what it remembers.
 
-A rollout is T steps of N environments. Environments reset themselves in the step after an episode's
-last one: that step's action is ignored, so its transition weighs 0 and enters no statistics. What
-it starts from is the final observation, so the value there is what a truncated episode goes on
-with, and the value that follows a transition is always that of the next time step.
+A rollout is T steps of N environments. In the step after an episode's last one an environment only
+resets itself: its action is ignored, so that transition weighs 0 and enters no statistics. It
+starts from the final observation, so the value that follows a transition is always that of the next
+time step, which is what an episode that was cut short goes on with.
 """
 
 import dataclasses
 import math
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
-import gymnasium
 import jax
 import numpy as np
-from gymnasium.spaces import Box, Discrete
-from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector import VectorEnv
 
 from core import UserError
 from core.errors import at_least
 
+from .environments import Act, checked, seed_of, spaces_of, to_env, wrapped
 from .ppo import gae
 
 RECENT = 100  # episodes that the mean return is taken over
+STATISTICS = "statistics.json"  # of a run's observations, in its folder
 LIMIT = 10.0  # of normalised observations and rewards
 
-MODES = {"auto": None, "vector": "vector_entry_point", "sync": "sync", "async": "async"}
+Say = Callable[[str], None]
 
 _gae = jax.jit(gae)
 
@@ -62,80 +63,6 @@ class RolloutOptions:
                 raise UserError(f"{name} {getattr(self, name)} is out of range: 0 to 1.")
 
 
-@dataclasses.dataclass(frozen=True)
-class Spaces:
-    """What a network needs to know of an environment."""
-
-    size: int
-    """Of an observation."""
-    actions: int
-    """How many there are, or the size of one where they are continuous."""
-    discrete: bool
-
-    def example(self) -> dict[str, np.ndarray]:
-        """A row of a rollout, for its shapes."""
-        action = np.zeros(1, np.int32) if self.discrete else np.zeros((1, self.actions), np.float32)
-        names = ("log_prob", "value", "advantage", "target", "weight", "mean_return")
-        row = {name: np.zeros(1, np.float32) for name in names}
-        return row | {"observation": np.zeros((1, self.size), np.float32), "action": action}
-
-
-def make_envs(env: str, num_envs: int, vectorization: str = "auto") -> VectorEnv:
-    """Environments that are stepped together.
-
-    Raises:
-      UserError: there is no such environment, or it has no such version or does not run here.
-    """
-    # Processes are started afresh: a fork of one with JAX's threads may hang.
-    more = {"vector_kwargs": {"context": "spawn"}} if vectorization == "async" else {}
-    try:
-        envs = gymnasium.make_vec(env, num_envs, MODES[vectorization], **more)
-    except (gymnasium.error.Error, ImportError) as error:
-        raise UserError(
-            f"The environment {env!r} with vectorization {vectorization!r} cannot be made: "
-            f"{str(error).rstrip('.')}. Give an id that Gymnasium has registered, such as "
-            "CartPole-v1, or MODULE:ID where a module registers it; auto runs any environment."
-        ) from error
-    if envs.metadata.get("autoreset_mode") == AutoresetMode.NEXT_STEP:
-        return envs
-    envs.close()
-    if vectorization == "auto":
-        return make_envs(env, num_envs, "sync")
-    raise UserError(
-        f"The vector version of {env!r} does not reset environments in the step after an episode "
-        "ends, as it must: use vectorization sync."
-    )
-
-
-def spaces_of(envs: VectorEnv) -> Spaces:
-    """Raises a `UserError` where the networks cannot see or act in these environments."""
-    seen, acts = envs.single_observation_space, envs.single_action_space
-    if not isinstance(seen, Box) or len(seen.shape) != 1:
-        raise UserError(
-            f"The observation space {seen} is not supported, only a Box with one dimension: wrap "
-            "the environment, with gymnasium.wrappers.FlattenObservation for instance."
-        )
-    if isinstance(acts, Discrete):
-        return Spaces(seen.shape[0], int(acts.n), True)
-    if isinstance(acts, Box) and len(acts.shape) == 1 and acts.dtype.kind == "f":
-        return Spaces(seen.shape[0], acts.shape[0], False)
-    raise UserError(
-        f"The action space {acts} is not supported, only Discrete and a Box of floating-point "
-        "numbers with one dimension: wrap the environment."
-    )
-
-
-def to_env(action: np.ndarray, space: Any) -> np.ndarray:
-    """Actions of the policy [N, ...] as environments take them.
-
-    Numbers count from the first of the space. Continuous ones are clipped on each side where the
-    space has a bound, and pass as they are on a side where it has none.
-    """
-    if isinstance(space, Discrete):
-        return action.astype(space.dtype) + space.start
-    return np.clip(action, space.low, space.high).astype(space.dtype)
-
-
 class Moments:
     """Mean and variance of all that was seen, in double precision (Chan et al. 1979)."""
 
@@ -169,20 +96,26 @@ class Moments:
         return np.clip((x - self.mean) / self.deviation(), -LIMIT, LIMIT)
 
 
+def seen(observation: np.ndarray, moments: Moments | None) -> np.ndarray:
+    """Observations as the networks see them, float32."""
+    scaled = observation if moments is None else moments.scaled(observation)
+    return scaled.astype(np.float32)
+
+
 class Rollouts:
     """The source of examples: (epoch, params) -> a rollout as rows [T * N], the same one for all
     passes over it.
 
     Args:
       envs: from `make_envs`.
-      act: (params, batch, keys) -> outputs of `ppo.predict`, such as `trainer.predict_step`.
+      act: `trainer.predict_step`, which the trainer has before it has this source.
       options: of the rollouts.
       seed: of environments and actions; a key is a function of it, the iteration, the time and the
         environment.
       say: prints a line.
     """
 
-    def __init__(self, envs: VectorEnv, act: Any, options: RolloutOptions, seed: int, say: Any):
+    def __init__(self, envs: VectorEnv, act: Act, options: RolloutOptions, seed: int, say: Say):
         self.envs, self.act, self.options = envs, act, options
         self.seed, self.say = seed, say
         size = spaces_of(envs).size
@@ -191,7 +124,9 @@ class Rollouts:
         self.recent: deque[float] = deque(maxlen=RECENT)
         self.epoch, self.rollout = -1, dict[str, np.ndarray]()
         self.observation: np.ndarray | None = None  # None: no episode is under way
-        self._keys = jax.jit(partial(_keys, steps=options.num_steps, envs=envs.num_envs))
+        # One more for the value after the last step.
+        shape = (options.num_steps + 1, envs.num_envs)
+        self._key_data = jax.jit(partial(_key_data, shape=shape))
 
     def __call__(self, epoch: int, params: Any) -> dict[str, np.ndarray]:
         passes = self.options.passes
@@ -222,45 +157,41 @@ class Rollouts:
             "epoch), so the run goes on well but not to the bit as if never interrupted."
         )
 
-    def normalized(self, observation: np.ndarray) -> np.ndarray:
-        """Observations as the networks see them, float32."""
-        seen = observation if self.observed is None else self.observed.scaled(observation)
-        return seen.astype(np.float32)
-
     def _roll_out(self, epoch: int, params: Any) -> dict[str, np.ndarray]:
         if self.observation is None:
             self._reset(epoch)
         steps = []
-        *keys, last = self._keys(self.seed, epoch // self.options.passes)
-        for time, key in enumerate(keys):
-            steps.append(self._step(params, key, time))
-        end = self.act(params, {"observation": self.normalized(self.observation)}, last)
+        data = np.asarray(self._key_data(self.seed, epoch // self.options.passes))
+        for time in range(self.options.num_steps):
+            steps.append(self._step(params, wrapped(data[time])))
+        batch = {"observation": seen(self.observation, self.observed)}
+        end = self.act(params, batch, wrapped(data[-1]))
         rollout = {name: np.stack([step[name] for step in steps]) for name in steps[0]}
         return self._rows(rollout, end["value"])
 
     def _reset(self, epoch: int) -> None:
-        seed = int(np.random.default_rng((self.seed, epoch)).integers(2**31))
-        observation, _ = self.envs.reset(seed=seed)
-        self.observation = self._checked(observation, -1)
+        observation, _ = self.envs.reset(seed=seed_of(self.seed, epoch))
+        self.observation, self.time = checked(observation, 0), 0
         self.ended = np.zeros(self.envs.num_envs, bool)  # by the latest step
         self.returns = np.zeros(self.envs.num_envs)  # of the episodes under way
         self.discounted = np.zeros(self.envs.num_envs)  # sums of rewards so far
 
-    def _step(self, params: Any, key: jax.Array, time: int) -> dict[str, np.ndarray]:
+    def _step(self, params: Any, keys: jax.Array) -> dict[str, np.ndarray]:
         """One step of all environments."""
         real = ~self.ended
         if self.observed is not None:
             self.observed.update(self.observation[real])
-        seen = self.normalized(self.observation)
-        out = self.act(params, {"observation": seen}, key)
+        batch = {"observation": seen(self.observation, self.observed)}
+        out = self.act(params, batch, keys)
         action = to_env(out["action"], self.envs.single_action_space)
         observation, reward, terminated, truncated, _ = self.envs.step(action)
-        self.observation = self._checked(observation, time)
+        self.time += 1
+        self.observation = checked(observation, self.time)
         terminated, truncated = np.asarray(terminated), np.asarray(truncated)
         self.ended = terminated | truncated
         reward = self._reward(np.asarray(reward, np.float64), real)
         flags = {"real": real, "terminated": terminated, "truncated": truncated}
-        return out | flags | {"observation": seen, "reward": reward}
+        return out | flags | batch | {"reward": reward}
 
     def _reward(self, reward: np.ndarray, real: np.ndarray) -> np.ndarray:
         """Counts the rewards of a step, and gives them as they are learnt from."""
@@ -300,22 +231,9 @@ class Rollouts:
         }
         return {name: x.reshape(-1, *x.shape[2:]) for name, x in rollout.items()}
 
-    def _checked(self, observation: Any, time: int) -> np.ndarray:
-        """Raises a `UserError` where an observation is not finite."""
-        observation = np.asarray(observation)
-        if not (finite := np.isfinite(observation).all(axis=1)).all():
-            env = int(np.argmin(finite))
-            when = f"step {time} of a rollout" if time >= 0 else "the reset"
-            raise UserError(
-                f"Environment {env} gave an observation that is not finite in {when}: "
-                f"{observation[env].tolist()}. Mend the environment {self.options.env}."
-            )
-        return observation
 
-
-def _keys(seed: Any, iteration: Any, *, steps: int, envs: int) -> list[jax.Array]:
-    """The keys [N] of each step and of the value after the last one."""
+def _key_data(seed: Any, iteration: Any, *, shape: tuple[int, int]) -> jax.Array:
+    """The data of keys [T, N, ...], each of its own place and the iteration."""
     key = jax.random.fold_in(jax.random.key(seed), iteration)
-    of_steps = jax.vmap(jax.random.fold_in, (None, 0))(key, np.arange(steps + 1))
-    keys = jax.vmap(lambda key: jax.vmap(jax.random.fold_in, (None, 0))(key, np.arange(envs)))
-    return list(keys(of_steps))
+    fold = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (None, 0))
+    return jax.random.key_data(fold(key, np.arange(math.prod(shape)).reshape(shape)))

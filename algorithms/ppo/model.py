@@ -86,9 +86,7 @@ class ActorCritic(nnx.Module):
 
 
 def linear(inputs, outputs, gain, rngs):
-    return nnx.Linear(
-        inputs, outputs, kernel_init=nnx.initializers.orthogonal(gain), rngs=rngs
-    )
+    return nnx.Linear(inputs, outputs, kernel_init=nnx.initializers.orthogonal(gain), rngs=rngs)
 
 
 def _through(network, x):

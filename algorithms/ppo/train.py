@@ -12,10 +12,12 @@ import tyro
 from core import Trainer, UserError
 from core.errors import at_least
 from core.optimizer import AdamWOptions
+from core.report import ReportOptions
 from core.run import Run, RunOptions, launch
 
 from . import ppo
-from .data import RolloutOptions, Rollouts, make_envs, spaces_of
+from .data import STATISTICS, RolloutOptions, Rollouts, seen
+from .environments import described, evaluate, make_envs, seed_of, spaces_of
 from .model import build
 
 
@@ -49,7 +51,9 @@ class Config:
     episodes: int = 100
     """Episodes to evaluate at the end."""
     optimizer: AdamWOptions = AdamWOptions(2.5e-4, schedule="linear", eps=1e-5)
-    run: Annotated[Options, tyro.conf.arg(name="")] = Options(clip_norm=0.5, save_every=1000)
+    run: Annotated[Options, tyro.conf.arg(name="")] = Options(
+        clip_norm=0.5, save_every=1000, report=ReportOptions(log_every=16)
+    )
 
     def __post_init__(self) -> None:
         for name in ("timesteps", "minibatches", "hidden"):
@@ -104,8 +108,20 @@ def main(config: Config) -> None:
         unit="steps",
         show=("mean_return", "entropy"),
     )
-    source = Rollouts(envs, trainer.predict_step, config.rollout, config.run.seed, run.say)
+    act = trainer.predict_step
+    source = Rollouts(envs, act, config.rollout, config.run.seed, run.say)
     result = trainer.fit(source)
+    envs.close()
+    if source.observed is not None:
+        run.write(STATISTICS, source.observed.state())
+    if config.episodes:
+        # On seeds that training does not use.
+        held_out = make_envs(config.rollout.env, config.episodes, config.rollout.vectorization)
+        see = partial(seen, moments=source.observed)
+        seed = seed_of(config.run.seed, 0, 1)
+        result |= {"held_out": evaluate(held_out, act, trainer.state.params, see, seed)}
+        held_out.close()
+        run.say(f"held out: {described(result['held_out'])}")
     run.finish(result)
 
 

@@ -1,0 +1,116 @@
+"""Plays episodes with the agent of a finished run, and shows one of them as a GIF.
+
+python -m algorithms.ppo.play --run runs/ppo-...
+"""
+
+import dataclasses
+import json
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import numpy as np
+import tyro
+from PIL import Image
+
+from core import Trainer, TrainOptions, UserError, make_mesh
+from core.errors import at_least
+from core.rules import parse_overrides
+from core.run import DeviceOptions, Devices, launch, read_config
+
+from . import ppo, train
+from .data import STATISTICS, Moments, seen
+from .environments import checked, described, evaluate, make_env, make_envs, spaces_of, to_env
+from .model import build
+
+MOST_FRAMES = 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Play episodes with a trained agent."""
+
+    folder: Annotated[str, tyro.conf.arg(name="run")]
+    """Folder of the run."""
+    episodes: int = 100
+    """Episodes that the mean return is taken over."""
+    greedy: bool = False
+    """Take the likeliest action instead of one drawn from the policy."""
+    gif: str = "play.gif"
+    """File in the run's folder, or a path, for a picture of one episode; empty makes none."""
+    seed: int = 0
+    """Seed of environments and actions."""
+    run: Devices = DeviceOptions()
+
+    def __post_init__(self) -> None:
+        at_least(self, "episodes", 1)
+        at_least(self, "seed", 0)
+
+
+def main(config: Config) -> None:
+    trained = read_config(config.folder, train.Config())
+    rollout = trained.rollout
+    envs = make_envs(rollout.env, config.episodes, rollout.vectorization)
+    spaces = spaces_of(envs)
+    model, _ = build(spaces.size, spaces.actions, spaces.discrete, trained.hidden)
+    trainer = Trainer(
+        ppo.collate,
+        None,
+        partial(ppo.predict, model=model, greedy=config.greedy),
+        config.folder,
+        None,
+        make_mesh(config.run.mesh),
+        {"observation": spaces.example()["observation"]},
+        options=TrainOptions(seed=config.seed),
+        overrides=parse_overrides(config.run.overrides),
+    )
+    moments = statistics(config.folder, spaces.size) if rollout.normalize_observations else None
+    see = partial(seen, moments=moments)
+    act, params = trainer.predict_step, trainer.state.params
+    played = evaluate(envs, act, params, see, config.seed)
+    envs.close()
+    print(described(played))
+    if config.gif and jax.process_index() == 0:
+        path = Path(config.folder) / config.gif
+        images, fps = frames(rollout.env, partial(act, params), see, config.seed)
+        first, *rest = images
+        first.save(path, save_all=True, append_images=rest, duration=1000 / fps, loop=0)
+        print(f"An episode is shown in {path}")
+
+
+def statistics(folder: str, size: int) -> Moments:
+    """Those of the observations of a finished run, as they were at its end.
+
+    Raises:
+      UserError: the run has none.
+    """
+    moments, path = Moments(size), Path(folder) / STATISTICS
+    try:
+        moments.restore(json.loads(path.read_text()))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path} cannot be read ({error}): it is written at the end of a run, so let the run "
+            "finish first."
+        ) from error
+    return moments
+
+
+def frames(env: str, act: Any, see: Any, seed: int) -> tuple[list[Image.Image], float]:
+    """Pictures of one episode, and how many there are in a second."""
+    one = make_env(env, "rgb_array")
+    observation, _ = one.reset(seed=seed)
+    key, images, over = jax.random.key(seed), [], False
+    while not over and len(images) < MOST_FRAMES:
+        images.append(Image.fromarray(np.asarray(one.render())))
+        batch = {"observation": see(checked(observation[None], len(images) - 1))}
+        out = act(batch, jax.random.fold_in(key, len(images))[None])
+        action = to_env(out["action"], one.action_space)[0]
+        observation, _, terminated, truncated, _ = one.step(action)
+        over = terminated or truncated
+    one.close()
+    return images, float(one.metadata.get("render_fps", 30))
+
+
+if __name__ == "__main__":
+    launch(Config, main)
