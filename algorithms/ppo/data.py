@@ -25,6 +25,7 @@ from .ppo import gae
 
 RECENT = 100  # episodes that the mean return is taken over
 STATISTICS = "statistics.json"  # of a run's observations, in its folder
+ROUNDING = 1e-14  # of a variance, beside the square of the mean
 LIMIT = 10.0  # of normalised observations and rewards
 
 Say = Callable[[str], None]
@@ -81,9 +82,9 @@ class Moments:
         self.number = total
 
     def deviation(self) -> np.ndarray:
-        """1 before anything was seen, and where all was equal."""
+        """1 before anything was seen, and where all was equal, but for rounding."""
         variance = self.squares / max(self.number, 1.0)
-        return np.sqrt(np.where(variance > 0, variance, 1.0))
+        return np.sqrt(np.where(variance > ROUNDING * np.square(self.mean), variance, 1.0))
 
     def state(self) -> dict[str, Any]:
         return {"number": self.number, "mean": self.mean, "squares": self.squares}
@@ -123,7 +124,7 @@ class Rollouts:
         self.rewarded = Moments() if options.normalize_rewards else None
         self.recent: deque[float] = deque(maxlen=RECENT)
         self.epoch, self.rollout = -1, dict[str, np.ndarray]()
-        self.observation: np.ndarray | None = None  # None: no episode is under way
+        self.observation = np.empty(0)  # empty: no episode is under way
         # One more for the value after the last step.
         shape = (options.num_steps + 1, envs.num_envs)
         self._key_data = jax.jit(partial(_key_data, shape=shape))
@@ -151,14 +152,14 @@ class Rollouts:
             if moments is not None:
                 moments.restore(state[name])
         self.recent.extend(state["recent"])
-        self.epoch, self.rollout, self.observation = state["epoch"], state["rollout"], None
+        self.epoch, self.rollout, self.observation = state["epoch"], state["rollout"], np.empty(0)
         self.say(
             "Gymnasium cannot save its environments: they start anew, with seeds from (seed, "
             "epoch), so the run goes on well but not to the bit as if never interrupted."
         )
 
     def _roll_out(self, epoch: int, params: Any) -> dict[str, np.ndarray]:
-        if self.observation is None:
+        if not self.observation.size:
             self._reset(epoch)
         steps = []
         data = np.asarray(self._key_data(self.seed, epoch // self.options.passes))
@@ -189,7 +190,7 @@ class Rollouts:
         self.observation = checked(observation, self.time)
         terminated, truncated = np.asarray(terminated), np.asarray(truncated)
         self.ended = terminated | truncated
-        reward = self._reward(np.asarray(reward, np.float64), real)
+        reward = self._reward(np.where(real, np.asarray(reward, np.float64), 0), real)
         flags = {"real": real, "terminated": terminated, "truncated": truncated}
         return out | flags | batch | {"reward": reward}
 

@@ -51,9 +51,9 @@ def make_envs(env: str, num_envs: int, vectorization: str = "auto") -> VectorEnv
       UserError: there is no such environment, or it has no such version or does not run here.
     """
     # Processes are started afresh: a fork of one that has JAX's threads may hang.
-    more = {"vector_kwargs": {"context": "spawn"}} if vectorization == "async" else {}
+    more = {"context": "spawn"} if vectorization == "async" else None
     try:
-        envs = gymnasium.make_vec(env, num_envs, MODES[vectorization], **more)
+        envs = gymnasium.make_vec(env, num_envs, MODES[vectorization], more)
     except (gymnasium.error.Error, ImportError) as error:
         raise _cannot_be_made(env, error, f" with vectorization {vectorization}") from error
     if envs.metadata.get("autoreset_mode") == AutoresetMode.NEXT_STEP:

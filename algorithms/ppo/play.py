@@ -5,6 +5,7 @@ python -m algorithms.ppo.play --run runs/ppo-...
 
 import dataclasses
 import json
+import os
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -98,9 +99,11 @@ def statistics(folder: str, size: int) -> Moments:
 
 def frames(env: str, act: Any, see: Any, seed: int) -> tuple[list[Image.Image], float]:
     """Pictures of one episode, and how many there are in a second."""
+    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # no display is needed, nor looked for
     one = make_env(env, "rgb_array")
     observation, _ = one.reset(seed=seed)
-    key, images, over = jax.random.key(seed), [], False
+    key, over = jax.random.key(seed), False
+    images: list[Image.Image] = []
     while not over and len(images) < MOST_FRAMES:
         images.append(Image.fromarray(np.asarray(one.render())))
         batch = {"observation": see(checked(observation[None], len(images) - 1))}

@@ -26,17 +26,13 @@ EPSILON = 1e-8
 
 
 def collate(examples):
-    """Selected rows of a rollout, or of observations alone, in single precision.
+    """Selected rows of a rollout, or of observations alone, as they are.
 
     Args:
       examples: {"observation": [B, O], and what `data.Rollouts` adds: "action": [B, ...],
         "log_prob", "value", "advantage", "target", "weight", "mean_return": [B]}.
     """
-    arrays = {name: np.asarray(array) for name, array in examples.items()}
-    return {
-        name: array.astype(np.float32) if array.dtype == np.float64 else array
-        for name, array in arrays.items()
-    }
+    return {name: np.asarray(array) for name, array in examples.items()}
 
 
 def loss(params, batch, key, *, model, clip, value_weight, entropy_weight, clip_values=False):
@@ -47,7 +43,8 @@ def loss(params, batch, key, *, model, clip, value_weight, entropy_weight, clip_
     policy, value = nnx.merge(model, params)(batch["observation"])
     log_ratio = policy.log_prob(batch["action"]) - batch["log_prob"]
     ratio = jnp.exp(log_ratio)
-    advantage = normalized(batch["advantage"], batch["row_mask"] & (batch["weight"] > 0))
+    real = batch["row_mask"] & (batch["weight"] > 0)
+    advantage = normalized(batch["advantage"], real)
     clipped = jnp.clip(ratio, 1 - clip, 1 + clip)
     policy_loss = -jnp.minimum(ratio * advantage, clipped * advantage)
 
@@ -58,7 +55,6 @@ def loss(params, batch, key, *, model, clip, value_weight, entropy_weight, clip_
     entropy = policy.entropy()
     values = policy_loss + value_weight * error / 2 - entropy_weight * entropy
 
-    residual = batch["target"] - batch["value"]
     metrics = {
         "mean_return": batch["mean_return"],
         "policy_loss": policy_loss,
@@ -67,11 +63,9 @@ def loss(params, batch, key, *, model, clip, value_weight, entropy_weight, clip_
         # Never negative, and of less variance than -log r (Schulman, joschu.net/blog/kl-approx).
         "approx_kl": ratio - 1 - log_ratio,
         "clip_fraction": (jnp.abs(ratio - 1) > clip).astype(ratio.dtype),
-        # Moments, of which `summarize` makes the explained variance.
-        "target": batch["target"],
-        "target_squared": jnp.square(batch["target"]),
-        "residual": residual,
-        "residual_squared": jnp.square(residual),
+        # Moments about the means of the rows, of which `summarize` makes the explained variance.
+        "target_variance": jnp.square(centred(batch["target"], real)),
+        "residual_variance": jnp.square(centred(batch["target"] - batch["value"], real)),
     }
     return Loss(values, batch["weight"], metrics)
 
@@ -89,11 +83,10 @@ def predict(params, batch, keys, *, model, greedy=False):
 def summarize(metrics):
     """The share of the variance of the value targets that the values of the rollout explain.
 
-    From averages over transitions; NaN where the targets do not vary.
+    NaN where the targets do not vary.
     """
-    variance = metrics["target_squared"] - metrics["target"] ** 2
-    unexplained = metrics["residual_squared"] - metrics["residual"] ** 2
-    return {"explained_variance": 1 - unexplained / variance if variance > 0 else math.nan}
+    variance, unexplained = metrics["target_variance"], metrics["residual_variance"]
+    return {"explained_variance": 1 - unexplained / variance if variance else math.nan}
 
 
 def normalized(advantage, real):
@@ -102,13 +95,17 @@ def normalized(advantage, real):
     The deviation is that of a sample (over n - 1), as in PyTorch. A single real one, or equal ones,
     give exactly 0.
     """
-    # Counted from the largest: equal ones then have no rounding error that could be blown up.
-    largest = jnp.max(jnp.where(real, advantage, -jnp.inf))
-    x = jnp.where(real, advantage - largest, 0)
-    number = jnp.sum(real).astype(x.dtype)
-    centred = jnp.where(real, x - jnp.sum(x) / jnp.maximum(number, 1), 0)
-    variance = jnp.sum(jnp.square(centred)) / jnp.maximum(number - 1, 1)
-    return centred / (jnp.sqrt(variance) + EPSILON)
+    x = centred(advantage, real)
+    variance = jnp.sum(jnp.square(x)) / jnp.maximum(jnp.sum(real) - 1, 1).astype(x.dtype)
+    return x / (jnp.sqrt(variance) + EPSILON)
+
+
+def centred(x, real):
+    """x [B] less the mean of the real ones, 0 where not real; equal ones give exactly 0."""
+    # Counted from the largest, equal ones have no rounding error that a division could blow up.
+    x = jnp.where(real, x - jnp.max(jnp.where(real, x, -jnp.inf)), 0)
+    mean = jnp.sum(x) / jnp.maximum(jnp.sum(real), 1).astype(x.dtype)
+    return jnp.where(real, x - mean, 0)
 
 
 def gae(rewards, values, next_values, terminated, truncated, *, gamma, decay):
