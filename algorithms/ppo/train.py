@@ -34,7 +34,7 @@ class Config:
     """Train an agent in a Gymnasium environment by proximal policy optimisation."""
 
     rollout: Annotated[RolloutOptions, tyro.conf.arg(name="")] = RolloutOptions()
-    timesteps: int = 200_000
+    timesteps: int = 150_000
     """Steps of all environments together; whole rollouts, rounded up."""
     minibatches: int = 4
     """Optimizer steps in a pass over a rollout, on equal parts of it."""
@@ -50,7 +50,7 @@ class Config:
     """Weight of the policy's entropy, which keeps it exploring."""
     episodes: int = 100
     """Episodes to evaluate at the end."""
-    optimizer: AdamWOptions = AdamWOptions(2.5e-4, schedule="linear", eps=1e-5)
+    optimizer: AdamWOptions = AdamWOptions(1e-3, schedule="linear", eps=1e-5)
     run: Annotated[Options, tyro.conf.arg(name="")] = Options(
         clip_norm=0.5, save_every=1000, report=ReportOptions(log_every=16)
     )

@@ -10,6 +10,8 @@ import numpy as np
 
 from algorithms.lm import lm
 from algorithms.lm.model import ModelConfig, build
+from algorithms.ppo import ppo
+from algorithms.ppo.model import build as build_agent
 from core.decode import Sampling
 
 
@@ -42,4 +44,27 @@ def lm_case():
     )
 
 
-CASES = {"lm": lm_case}
+def ppo_case():
+    model, init = build_agent(size=3, actions=2, discrete=False, hidden=8)
+    rng = np.random.default_rng(0)
+    numbers = ("log_prob", "value", "advantage", "target", "weight", "mean_return")
+    shapes = {"observation": (5, 3), "action": (5, 2)} | {name: (5,) for name in numbers}
+    arrays = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    arrays["weight"] = np.array([1, 1, 0, 1, 1], np.float32)
+
+    def collate(examples):  # the tests pick rows, where the core would select from arrays
+        names = examples[0]
+        return ppo.collate({name: np.stack([row[name] for row in examples]) for name in names})
+
+    return Case(
+        collate,
+        partial(ppo.loss, model=model, clip=0.2, value_weight=0.5, entropy_weight=0.01),
+        partial(ppo.predict, model=model),
+        init(jax.random.key(0)),
+        [{name: array[row] for name, array in arrays.items()} for row in range(5)],
+        [{"observation": row} for row in arrays["observation"]],
+        whole_batch=True,
+    )
+
+
+CASES = {"lm": lm_case, "ppo": ppo_case}
