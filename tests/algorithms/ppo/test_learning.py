@@ -4,6 +4,7 @@ from functools import partial
 
 import jax
 import numpy as np
+import pytest
 
 from algorithms.ppo import ppo
 from algorithms.ppo.data import RolloutOptions, Rollouts, seen
@@ -15,8 +16,8 @@ from core.report import ReportOptions
 from tests.algorithms.ppo import tiny  # noqa: F401 (registers)
 
 
-def trained(env, iterations, batch_size=32, seed=0, **options):
-    """A trainer and its source after so many rollouts, and what `fit` returned."""
+def made(env, iterations, batch_size=32, seed=0, folder=None, kind=Rollouts, **options):
+    """A trainer for so many rollouts, and its source."""
     options = RolloutOptions(**{"env": env, "num_steps": 32, "gamma": 0.9} | options)
     envs = make_envs(env, options.num_envs)
     spaces = spaces_of(envs)
@@ -40,8 +41,14 @@ def trained(env, iterations, batch_size=32, seed=0, **options):
         ),
         summarize=ppo.summarize,
         whole_batch=True,
+        folder=folder,
     )
-    source = Rollouts(envs, trainer.predict_step, options, seed, print)
+    return trainer, kind(envs, trainer.predict_step, options, seed, print)
+
+
+def trained(*args, **options):
+    """A trainer and its source, and what `fit` returned."""
+    trainer, source = made(*args, **options)
     return trainer, source, trainer.fit(source)
 
 
@@ -79,3 +86,29 @@ def test_the_same_seed_gives_the_same_curve():
     assert ends[0][2]["train"] == ends[1][2]["train"]
     for a, b in zip(*(jax.tree.leaves(end[0].state.params) for end in ends), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+class Recorded(Rollouts):
+    """Remembers what it gave, and fails in an epoch."""
+
+    fails_in = 6
+
+    def __call__(self, epoch, params):
+        self.given = getattr(self, "given", {}) | {epoch: super().__call__(epoch, params)}
+        if epoch == self.fails_in:
+            raise KeyboardInterrupt
+        return self.given[epoch]
+
+
+def test_a_run_that_is_interrupted_within_a_rollout_goes_on_with_it(tmp_path, capsys):
+    trainer, source = made("TinyLast-v0", 3, folder=tmp_path, kind=Recorded)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(source)
+    trainer, again = made("TinyLast-v0", 3, folder=tmp_path, kind=Recorded)
+    again.fails_in = None
+    assert trainer.fit(again)["steps"] == 48
+    assert "cannot save its environments" in capsys.readouterr().out
+    assert list(again.given) == [6, 7, 8, 9, 10, 11]
+    for name, array in source.given[6].items():
+        np.testing.assert_array_equal(again.given[7][name], array)
+    assert not np.array_equal(again.given[8]["observation"], again.given[7]["observation"])
