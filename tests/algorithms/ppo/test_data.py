@@ -155,6 +155,14 @@ def test_the_native_vector_version_is_taken_where_there_is_one(vectorization, ki
     assert type(make_envs("Pendulum-v1", 2)).__name__ == "SyncVectorEnv"
 
 
+def test_processes_give_what_one_process_gives():
+    sources = [rollouts("CartPole-v1", coin, vectorization=kind) for kind in ("sync", "async")]
+    found = [source(0, None) for source in sources]
+    for name, array in found[0].items():
+        np.testing.assert_array_equal(found[1][name], array)
+    sources[1].envs.close()
+
+
 def test_continuous_actions_are_clipped_only_where_there_is_a_bound():
     space = tiny.Open.action_space
     found = to_env(np.array([[-1e9, -1.0], [1e9, 2.0]], np.float32), space)

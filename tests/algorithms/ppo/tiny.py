@@ -29,7 +29,10 @@ class Tiny(gymnasium.Env):
 
 
 class Last(Tiny):
-    """Five steps, of which only the last action earns anything: 1 if it is 1."""
+    """Five steps, of which only the last action earns anything: 1 if it is 1.
+
+    A reward that were counted one step late would be that of an ignored action.
+    """
 
     def act(self, action):
         over = self.time == 5
@@ -37,7 +40,7 @@ class Last(Tiny):
 
 
 class Large(Tiny):
-    """One step: which of two actions is right shows in the third digit of large numbers."""
+    """One step: which of two actions is right shows in the fourth digit of large numbers."""
 
     observation_space = Box(-np.inf, np.inf, (2,), np.float64)
 
@@ -45,7 +48,7 @@ class Large(Tiny):
         self.right = int(self.np_random.integers(2))
 
     def see(self):
-        return np.array([7e3 + 1e3 * self.right, -4e3 + self.np_random.normal()])
+        return np.array([1e3 + self.right, 1e3 * self.np_random.normal()])
 
     def act(self, action):
         return action == self.right, True, False
