@@ -19,10 +19,12 @@ from gymnasium.vector import VectorEnv
 
 from core import UserError
 from core.errors import at_least
+from core.step import stream
 
 from .environments import Act, checked, seed_of, spaces_of, to_env, wrapped
 from .ppo import gae
 
+ROLLOUTS = 3  # a stream of randomness beside those that the core draws from the seed, 0 to 2
 RECENT = 100  # episodes that the mean return is taken over
 STATISTICS = "statistics.json"  # of a run's observations, in its folder
 ROUNDING = 1e-14  # of a variance, beside the square of the mean
@@ -235,6 +237,6 @@ class Rollouts:
 
 def _key_data(seed: Any, iteration: Any, *, shape: tuple[int, int]) -> jax.Array:
     """The data of keys [T, N, ...], each of its own place and the iteration."""
-    key = jax.random.fold_in(jax.random.key(seed), iteration)
+    key = jax.random.fold_in(stream(seed, ROLLOUTS), iteration)
     fold = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (None, 0))
     return jax.random.key_data(fold(key, np.arange(math.prod(shape)).reshape(shape)))

@@ -5,6 +5,8 @@ ignored, and what it starts from is the final observation.
 """
 
 import dataclasses
+import multiprocessing
+import signal
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -51,9 +53,11 @@ def make_envs(env: str, num_envs: int, vectorization: str = "auto") -> VectorEnv
       UserError: there is no such environment, or it has no such version or does not run here.
     """
     # Processes are started afresh: a fork of one that has JAX's threads may hang.
-    more = {"context": "spawn"} if vectorization == "async" else None
+    processes = vectorization == "async"
+    more: Any = {"context": "spawn"} if processes else None
+    wrappers: Any = [_undisturbed] if processes else None
     try:
-        envs = gymnasium.make_vec(env, num_envs, MODES[vectorization], more)
+        envs = gymnasium.make_vec(env, num_envs, MODES[vectorization], more, wrappers)
     except (gymnasium.error.Error, ImportError) as error:
         raise _cannot_be_made(env, error, f" with vectorization {vectorization}") from error
     if envs.metadata.get("autoreset_mode") == AutoresetMode.NEXT_STEP:
@@ -65,6 +69,16 @@ def make_envs(env: str, num_envs: int, vectorization: str = "auto") -> VectorEnv
         f"The vector version of {env!r} does not reset environments in the step after an episode "
         "ends, as it must: use vectorization sync."
     )
+
+
+def _undisturbed(env: gymnasium.Env) -> gymnasium.Env:
+    """Lets the process of an environment live on at Ctrl-C, which reaches it too.
+
+    The run then ends as it should, and its environments with it.
+    """
+    if multiprocessing.parent_process() is not None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return env
 
 
 def make_env(env: str, render_mode: str | None = None) -> gymnasium.Env:
