@@ -1,5 +1,6 @@
 """Tiny environments that must be learnt, each for a property that a mistake would break."""
 
+import functools
 from functools import partial
 
 import jax
@@ -16,19 +17,26 @@ from core.report import ReportOptions
 from tests.algorithms.ppo import tiny  # noqa: F401 (registers)
 
 
+@functools.cache
+def networks(spaces):
+    """A model and new parameters, compiled once for all tests."""
+    model, init = build(spaces.size, spaces.actions, spaces.discrete, 16)
+    return model, jax.device_get(jax.jit(init)(jax.random.key(0)))
+
+
 def made(env, iterations, batch_size=32, seed=0, folder=None, kind=Rollouts, **options):
     """A trainer for so many rollouts, and its source."""
     options = RolloutOptions(**{"env": env, "num_steps": 32, "gamma": 0.9} | options)
     envs = make_envs(env, options.num_envs)
     spaces = spaces_of(envs)
-    model, init = build(spaces.size, spaces.actions, spaces.discrete, 16)
+    model, params = networks(spaces)
     batches = options.num_envs * options.num_steps // batch_size
     steps = iterations * options.passes * batches
     trainer = Trainer(
         ppo.collate,
         partial(ppo.loss, model=model, clip=0.2, value_weight=0.5, entropy_weight=0.0),
         partial(ppo.predict, model=model),
-        init,
+        params,
         AdamWOptions(1e-2, schedule="linear", eps=1e-5).build(steps),
         make_mesh(MeshOptions(), jax.devices()[:1]),
         spaces.example(),
