@@ -2,7 +2,7 @@
 
 import math
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,8 @@ Points = np.ndarray[tuple[int, int], np.dtype[np.float64]]  # [N, 2]: step, valu
 NOT_DRAWN = {"step", "split", "time", "weight"}
 
 
-def draw_curves(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
-    """Draws a PNG with a panel for each of up to six metrics, the validated ones first."""
+def draw_curves(rows: Iterable[Mapping[str, Any]], path: Path, first: Sequence[str] = ()) -> None:
+    """Draws a PNG with a panel for each of up to six metrics: these first, then validated ones."""
     from matplotlib.figure import Figure  # slow to import; without pyplot, no global state
 
     series: dict[str, dict[str, array[float]]] = {}  # metric, split -> step, value, step, value, ..
@@ -27,7 +27,7 @@ def draw_curves(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
                 points = series.setdefault(name, {}).setdefault(row["split"], array("d"))
                 points.extend((row["step"], float(row[name])))
     names = [n for n, of in series.items() if any(np.isfinite(p[1::2]).any() for p in of.values())]
-    names = sorted(names, key=lambda name: series[name].keys() == {"train"})[:6]
+    names = sorted(names, key=lambda n: (n not in first, series[n].keys() == {"train"}))[:6]
     if not names:
         return
     splits = sorted({split for name in names for split in series[name]} - {"train"})

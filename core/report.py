@@ -94,7 +94,7 @@ class Report:
                     self._trackers["tensorboardX"] = _tensorboard(folder, start, opened)
                 if options.wandb:
                     self._trackers["wandb"] = _wandb(folder, start, options.wandb, opened)
-                self._trackers["metrics.jsonl"] = _metrics_file(folder, start, opened)
+                self._trackers["metrics.jsonl"] = _metrics_file(folder, start, show, opened)
             self._exit = opened.pop_all()
         self._bar: _Bar | None = None
         if self._verbose and sys.stderr.isatty():
@@ -202,7 +202,7 @@ def _figure(name: str, value: float) -> str:
     return f"{name} {value:,.0f}" if 1e3 <= abs(value) < 1e9 else f"{name} {value:#.4g}"
 
 
-def _metrics_file(folder: Path, start: int, on_close: ExitStack) -> Tracker:
+def _metrics_file(folder: Path, start: int, show: tuple[str, ...], on_close: ExitStack) -> Tracker:
     path = folder / "metrics.jsonl"
     began = monotonic() - _drop_rows_after(start, path)
     # Unbuffered: a row is one write, and a killed process leaves whole lines.
@@ -225,7 +225,7 @@ def _metrics_file(folder: Path, start: int, on_close: ExitStack) -> Tracker:
         waiting.extend(json.dumps(row).encode() + b"\n")
         write()
 
-    on_close.callback(lambda: draw_curves(read_rows(path), folder / "curves.png"))
+    on_close.callback(lambda: draw_curves(read_rows(path), folder / "curves.png", show))
     on_close.callback(lambda: file.close())
     on_close.callback(write)
     return track

@@ -493,6 +493,15 @@ def test_validated_metric_has_the_first_panel(tmp_path):
     assert orange.sum() == orange[:480, :660].sum()
 
 
+def test_metrics_that_are_shown_have_the_first_panels(tmp_path):
+    rows = [{"step": 1, "split": "train"} | dict.fromkeys("abcdefghij", 1.0)]
+    rows.append({"step": 1, "split": "valid", "i": 2.0})
+    draw_curves(rows, tmp_path / "curves.png", ("j",))
+    image = matplotlib.image.imread(tmp_path / "curves.png")[:, :, :3]
+    orange = (np.abs(image - np.array([1.0, 0.5, 0.05])) < 0.01).all(axis=2)
+    assert orange[:480, 660:1320].sum() == orange.sum() > 50, "the validated one is second"
+
+
 def test_thinning_keeps_spikes_and_smoothing_keeps_a_straight_line():
     points = np.stack((np.arange(100_000.0), np.zeros(100_000)), axis=1)
     points[12_345, 1], points[54_321, 1], points[7, 1] = 9.0, -9.0, np.nan
