@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from core import checksums
 from core.checksums import Damaged, agree_on
 from core.errors import UserError, short
-from core.mesh import from_first
+from core.mesh import all_processes, from_first
 
 FOLDER = "checkpoints"
 
@@ -88,7 +89,8 @@ class Checkpoints:
             ),
         )
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            if self._main:
+                self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"{self.path} cannot be written ({error.strerror}).") from error
         self._remove_unfinished()
@@ -110,6 +112,7 @@ class Checkpoints:
         """
         self.wait()
         score = None if score is None or math.isnan(score) else score
+        problem: Exception | None = None
         try:
             if jax.process_count() == 1 and not self.path.is_dir():
                 self.path.mkdir(parents=True)
@@ -126,8 +129,8 @@ class Checkpoints:
                 force=True,
             )
         except Exception as error:
-            self._remove_unfinished()
-            raise SaveError(step, error) from error
+            problem = error
+        self._agree(step, problem)
         self._under_way = step, score
 
     def wait(self) -> None:
@@ -139,17 +142,25 @@ class Checkpoints:
         if self._under_way is None:
             return
         (step, score), self._under_way = self._under_way, None
+        problem: Exception | None = None
         try:
             self._writer.wait_until_finished()
         except Exception as error:
-            self._remove_unfinished()
-            raise SaveError(step, error) from error
+            problem = error
+        self._agree(step, problem)
         self._scores[step] = score
         kept = {*sorted(self._scores)[-self._keep :], _best(self._scores)}
         for old in set(self._scores) - kept:
             del self._scores[old]
             if self._main:
                 shutil.rmtree(self.path / str(old), ignore_errors=True)
+
+    def _agree(self, step: int, problem: Exception | None) -> None:
+        """Raises a `SaveError` on every process where one of them has a problem."""
+        if not all_processes(problem is None):
+            self._remove_unfinished()
+            problem = problem or OSError("another process failed")
+            raise SaveError(step, problem) from problem
 
     def close(self) -> None:
         """Ends the writing; what is under way is abandoned if it fails."""
@@ -283,21 +294,27 @@ def _read(path: Path, target: Any) -> Any:
     # The handler alone: a checkpointer waits for processes that have failed.
     handler = ocp.StandardCheckpointHandler()
     try:
-        problem = _misfits(handler.metadata(path).tree, target)
-        if not problem:
+        if misfits := _misfits(handler.metadata(path).tree, target):
+            problem = f"its {path.name} do not fit this model and optimizer: {misfits}"
+        else:
             tree = handler.restore(path, args=ocp.args.StandardRestore(target))
     except Exception as error:
         problem = f"its {path.name} cannot be read ({short(error)})."
-    agree_on(problem and f"its {path.name} do not fit this model and optimizer: {problem}")
+    agree_on(problem)
     return tree
 
 
 def _misfits(saved: Any, wanted: Any) -> str:
     """Which arrays have another shape than wanted, the first few of them; "" if none has."""
 
-    def shapes(tree: Any) -> dict[str, list[int]]:
-        flat = ocp.tree.to_flat_dict(ocp.tree.serialize_tree(tree, keep_empty_nodes=False), sep="/")
-        return {path: list(x.shape) for path, x in flat.items() if hasattr(x, "shape")}
+    def shape(x: Any) -> str:
+        if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x = jax.eval_shape(jax.random.key_data, x)  # as it is saved
+        return f"{np.dtype(x.dtype).name}{list(x.shape)}"
+
+    def shapes(tree: Any) -> dict[str, str]:
+        flat = ocp.tree.to_flat_dict(ocp.tree.serialize_tree(tree, keep_empty_nodes=True), sep="/")
+        return {path: shape(x) for path, x in flat.items() if hasattr(x, "shape")}
 
     has, needs = shapes(saved), shapes(wanted)
     names = [name for name in {**needs, **has} if has.get(name) != needs.get(name)]

@@ -23,7 +23,9 @@ def encoded(value: Any, where: str) -> Any:
         return {"dict": {key: encoded(x, f"{where}[{key!r}]") for key, x in value.items()}}
     if isinstance(value, list):
         return [encoded(item, f"{where}[{index}]") for index, item in enumerate(value)]
-    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufcVSU":
+    if isinstance(value, np.ndarray | np.generic) and (
+        value.dtype.kind in "biufcSU" or is_extended(value.dtype)
+    ):
         array = np.asarray(value)
         data = base64.b64encode(array.tobytes()).decode()
         dtype = array.dtype.name if array.dtype.kind == "V" else array.dtype.str
@@ -35,6 +37,11 @@ def encoded(value: Any, where: str) -> Any:
         f"{where} is a {type(value).__name__}{of}, which a checkpoint cannot hold: use dicts, "
         "lists, strings, numbers, None and NumPy arrays."
     )
+
+
+def is_extended(dtype: Any) -> bool:
+    """Whether it is a number type that NumPy itself lacks, such as bfloat16."""
+    return dtype.kind == "V" and not dtype.name.startswith("void")
 
 
 def decoded(value: Any) -> Any:

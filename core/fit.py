@@ -79,7 +79,12 @@ class Loop:
             number = some(train, "training data")
             self.total = self.options.total_steps(number)
             self.epoch_steps = math.ceil(number / self.options.batch_size)
-        self.settings = self.options.settings() | {"total steps": self.total}
+            self.settings = {"training examples": number}
+        else:
+            self.settings = {}
+            if hasattr(train, "state") != hasattr(train, "restore"):
+                raise UserError("A source has both `state()` and `restore(state)`, or neither.")
+        self.settings |= self.options.settings() | {"total steps": self.total}
         self._source()  # that it can be saved is better known at once
         self.at = Progress()
         self.waiting: tuple[int, dict[str, jax.Array]] | None = None
@@ -319,16 +324,19 @@ class Loop:
             step=zero + (self.before + bad - 1),
             first_bad=zero,
             in_a_row=zero,
-            skipped=trainer.state.skipped - options.too_many,
+            skipped=trainer.state.skipped - trainer.state.in_a_row,
         )
         if self.from_source:
-            epoch, position = self.epoch, bad - 1 - self.epoch_began
+            # Of a row that began in an earlier epoch, the first step whose examples are at hand.
+            epoch, position = self.epoch, max(bad - 1 - self.epoch_began, 0)
         else:
             epoch, position = divmod(bad - 1, self.epoch_steps)
         everything = order(options.seed, epoch, some(self.examples, "training data"))
         rows = everything[position * options.batch_size :][: options.batch_size]
         said = nonfinite.explain(trainer, self.examples, rows, self.before + bad - 1)
-        if trainer.folder and not self.from_source and self.saved < bad - 1:
+        # (An evaluation since then belongs to what comes after.)
+        known = not self.from_source and self.at.evaluated < bad
+        if trainer.folder and known and self.saved < bad - 1:
             before = dataclasses.replace(self.at, step=bad - 1, epoch=epoch, position=position)
             self._try_checkpoint(before)
         also = f", nor the {options.too_many - 1} after it" if options.too_many > 1 else ""

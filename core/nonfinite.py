@@ -135,7 +135,7 @@ def _write(
     """Writes all that `replay` needs."""
     if jax.process_index() == 0:
         shutil.rmtree(path, ignore_errors=True)
-        path.mkdir(parents=True)
+        path.mkdir(parents=True, exist_ok=True)
         # What NumPy itself does not know, such as bfloat16, a file of its own cannot hold.
         plain = {k: x.astype(np.float32) if x.dtype.kind == "V" else x for k, x in arrays.items()}
         np.savez(path / "batch.npz", **plain)  # type: ignore[arg-type]

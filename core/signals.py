@@ -67,7 +67,7 @@ class StopSignals:
             self.received, self._when = signal.Signals(number), now
             print(f"stopping after this {self._after}; once more stops at once", file=sys.stderr)
         elif now > self._when + self.ECHO_SECONDS:
-            before = self._before[self.received]
+            before = self._before[signal.Signals(number)]
             self.__exit__()
             if callable(before):
                 before(number, frame)

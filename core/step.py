@@ -154,7 +154,7 @@ def make_step(
 
         stopped = state.first_bad > 0
         in_a_row = jnp.where(finite, 0, state.in_a_row + 1)
-        found = jnp.where(in_a_row == too_many, state.step + 2 - too_many, 0)
+        found = jnp.where(in_a_row >= too_many, state.step + 2 - in_a_row, 0)
         # A stopped run counts no further, so that what was before its first bad step is known.
         in_a_row = jnp.where(stopped, state.in_a_row, in_a_row)
         first_bad = jnp.where(stopped, state.first_bad, found)

@@ -63,6 +63,7 @@ def test_arrays_that_come_back_can_be_changed():
         ({1: 2}, r"^state\(\) has the key 1; the keys of a dict must be strings"),
         ([object()], r"^state\(\)\[0\] is a object"),
         (np.array([None]), r"^state\(\) is a ndarray of object"),
+        (np.zeros(2, [("a", "i4")]), r"^state\(\) is a ndarray of"),
         (jnp.ones(2), r"^state\(\) is a ArrayImpl"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import signal
 import sys
 
 import jax
@@ -15,9 +16,10 @@ from core.checkpoint import FOLDER, steps
 from core.data import order
 from core.report import ReportOptions, read_rows
 from core.run import Run, RunOptions, Shared, launch
-from core.signals import Ended
+from core.signals import Ended, Stopped
 from core.step import step_key
 from tests.core.test_resume import bits, rows
+from tests.core.test_signals import interrupt
 
 BAD = 13  # of the examples
 
@@ -165,6 +167,17 @@ def test_skipping_ends_after_so_many_in_a_row(tmp_path, in_a_row, max_skipped, s
     ):
         one.fit(data)
     assert steps(tmp_path / FOLDER)[-1] in (1, 3) and int(one.state.skipped) == 0
+
+
+def test_a_row_of_skipped_steps_is_too_long_for_stop(tmp_path):
+    data = [example | {"id": BAD} for example in examples()]
+    skipping = {"on_nonfinite": "skip", "max_skipped": 99, "save_every": 3, "steps": 12}
+    one = trainer(tmp_path, **skipping)
+    interrupt(one, signal.SIGTERM, step=6)
+    with pytest.raises(Stopped):
+        one.fit(data)
+    with pytest.raises(UserError, match="was not finite"):
+        trainer(tmp_path, **skipping | {"on_nonfinite": "stop"}).fit(data)
 
 
 def test_a_bad_state_is_never_saved_nor_evaluated_nor_given_to_a_source(tmp_path):

@@ -149,7 +149,7 @@ def test_overrides_may_change(half_done, uninterrupted):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"batch_size": 8}, "batch_size  16           8"),
+        ({"batch_size": 8}, "16           8"),
         ({"seed": 1}, "seed     0            1"),
         ({"steps": 12}, "total steps  10           12"),
     ],
@@ -162,6 +162,11 @@ def test_settings_that_change_the_numbers_are_refused(half_done, change, says):
     assert (half_done / "metrics.jsonl").read_bytes() == before
 
 
+def test_other_data_is_refused(half_done):
+    with pytest.raises(UserError, match="training examples  40           14"):
+        trainer(half_done, "plain").fit(toy.examples(14), toy.examples(9, seed=5))
+
+
 def test_settings_that_change_no_number_may_change(half_done):
     one = trainer(half_done, "plain", save_every=1, keep=1, on_nonfinite="skip")
     assert fit(one, "plain")["steps"] == 10
@@ -171,13 +176,13 @@ class Killed(BaseException):
     """As good as a signal, where nothing is written meanwhile."""
 
 
-def small(folder, **options):
+def small(folder, optimizer=None, **options):
     return Trainer(
         lambda examples: {"value": np.asarray(examples, np.float32)},
         lambda params, batch, key: Loss(params["one"] * batch["value"]),
         None,
         {"one": np.ones(())},
-        optax.sgd(0.001),
+        optimizer or optax.sgd(0.001),
         make_mesh(devices=jax.devices()[:1]),
         [1.0],
         options=TrainOptions(report=ReportOptions(quiet=True), **options),
@@ -218,6 +223,31 @@ def test_the_very_examples_come_that_would_have_come(tmp_path):
     # Epochs have 7 steps: step 10 is the third of epoch 1.
     assert examples.read == [*order(0, 1, 28)[12:], *order(0, 2, 28)]
     assert [row["step"] for row in rows(tmp_path)] == [10, 20, 21]
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.chain(optax.add_noise(0.1, 0.5, key=jax.random.key(3)), optax.sgd(0.1)),
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)),
+        optax.MultiSteps(optax.adam(0.1), 2),
+        optax.adafactor(0.1),
+        optax.chain(optax.masked(optax.adam(0.1), {"one": False}), optax.scale(-1.0)),
+    ],
+    ids=["typed key", "clipped", "multi-steps", "adafactor", "masked"],
+)
+def test_the_state_of_any_optimizer_goes_on(tmp_path, optimizer):
+    def one(folder):
+        return small(folder, optimizer, batch_size=1, steps=6, save_every=3, keep=9)
+
+    whole = one(tmp_path / "a")
+    whole.fit(range(6))
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    shutil.rmtree(tmp_path / "b" / FOLDER / "6")
+    again = one(tmp_path / "b")
+    again.fit(range(6))
+    for mine, other in zip(*map(jax.tree.leaves, (again.state, whole.state)), strict=True):
+        assert mine.dtype == other.dtype and bool((mine == other).all())
 
 
 def test_a_source_is_asked_and_saved_at_the_border_of_epochs(tmp_path):
