@@ -305,7 +305,7 @@ def _read(path: Path, target: Any) -> Any:
 
 
 def _misfits(saved: Any, wanted: Any) -> str:
-    """Which arrays have another shape than wanted, the first few of them; "" if none has."""
+    """Which arrays have another type or shape than wanted, the first few; "" if none has."""
 
     def shape(x: Any) -> str:
         if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):

@@ -88,7 +88,7 @@ class Loop:
         self._source()  # that it can be saved is better known at once
         self.at = Progress()
         self.waiting: tuple[int, dict[str, jax.Array]] | None = None
-        self.logged = self.skipped = 0
+        self.skipped = 0
         self.score_now: float | None = None
         self.may_save = True  # and so may have the best score
         self.checkpoints = (
@@ -165,8 +165,7 @@ class Loop:
         epochs = itertools.count() if self.options.steps else range(self.options.epochs)
         for epoch in itertools.islice(epochs, self.at.epoch, None):
             if callable(self.train):
-                self._log()
-                self._stop_if_bad(int(self.trainer.state.first_bad))
+                self._check()
                 self.epoch, self.epoch_began = epoch, self.at.step
                 self.examples = self.train(epoch, self.trainer.state.params)
             rows = order(self.options.seed, epoch, some(self.examples, "training data"))
@@ -181,13 +180,13 @@ class Loop:
         """Writes the metrics that wait to be read, if any."""
         if self.waiting is None:
             return
-        (self.logged, on_device), self.waiting = self.waiting, None
+        (step, on_device), self.waiting = self.waiting, None
         metrics = {name: float(value) for name, value in jax.device_get(on_device).items()}
         first_bad, skipped = (int(metrics.pop(name)) for name in ("first_bad", "skipped"))
         if self.options.on_nonfinite == "skip":
             metrics["skipped"] = skipped
         self.at.result["train"] = self.trainer.figures(metrics)
-        self.report.log(self.logged, self.at.result["train"])
+        self.report.log(step, self.at.result["train"])
         self._stop_if_bad(first_bad)
         if skipped > self.skipped:
             self.report.message(f"{skipped} steps so far were not finite, and were skipped.")
@@ -196,8 +195,7 @@ class Loop:
     def _evaluate(self) -> None:
         if self.valid is None or self.at.evaluated == self.at.step:
             return
-        self._log()
-        self._stop_if_bad(int(self.trainer.state.first_bad))
+        self._check()
         metrics = self.trainer.evaluate(self.valid)
         if self.score is not None:
             scores = self.score(self.trainer.predict(self.valid), self.valid)
@@ -217,8 +215,7 @@ class Loop:
     def _save(self) -> None:
         if self.checkpoints is None or self.saved == self.at.step:
             return
-        self._log()  # a run that goes on from here does not log this step again
-        self._stop_if_bad(int(self.trainer.state.first_bad))
+        self._check()  # a run that goes on from here does not log this step again
         self._try_checkpoint(self.at)
 
     def _try_checkpoint(self, at: Progress) -> None:
@@ -304,11 +301,15 @@ class Loop:
             )
         self.trainer.state = dataclasses.replace(self.trainer.state, params=params, **rest)
         self.at = Progress(**run["at"])
-        self.logged = self.at.step
         if hasattr(self.train, "restore"):
             self.train.restore(decoded(run["source"]))
         says = "is finished already" if self.at.step == self.total else "goes on after"
         return [*messages, f"The run in {folder} {says}: step {self.at.step}."]
+
+    def _check(self) -> None:
+        """Writes what waits to be logged, and stops at a state that is not to be built on."""
+        self._log()
+        self._stop_if_bad(int(self.trainer.state.first_bad))
 
     def _stop_if_bad(self, first_bad: int) -> None:
         if first_bad:

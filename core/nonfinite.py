@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from core.checkpoint import Checkpoints, Saved, SaveError
 from core.data import Batch, Examples, Layout, collated
@@ -92,7 +93,7 @@ def find(trainer: "Trainer", batch: Batch, steps_done: int) -> Finding:
     def examine(params: Any, batch: Batch, key: jax.Array) -> Any:
         grads, sums = trainer.gradients(params, batch, key)
         scale = jnp.where(sums["weight"] > 0, 1 / sums["weight"], 0)
-        norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads))) * scale
+        norm = optax.tree.norm(grads) * scale
         finite = jax.tree.map(lambda g: jnp.all(jnp.isfinite(g)), grads)
         return finite, sums["loss"] * scale, norm, _bad_rows(trainer, params, batch, key)
 
