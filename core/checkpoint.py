@@ -7,11 +7,15 @@ is restored is compared with its checksums first, and takes the shardings of the
 for; the ones it was saved with are never looked at.
 """
 
+import contextlib
 import dataclasses
+import fcntl
 import json
 import logging
 import math
+import os
 import shutil
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +30,8 @@ from core.errors import UserError, short
 from core.mesh import all_processes, from_first
 
 FOLDER = "checkpoints"
+LOCK = ".lock"
+WAIT_SECONDS = 600  # that processes wait for the others' arrays to be written
 
 # What fails to be written is for the report to say, once and in a sentence.
 logging.getLogger("absl").setLevel(logging.CRITICAL)
@@ -74,25 +80,26 @@ class Checkpoints:
     Args:
       folder: of the run.
       keep: how many of the latest stay; the best one stays as well.
+
+    Raises:
+      UserError: the folder cannot be used, or another process uses it.
     """
 
     def __init__(self, folder: Path, keep: int):
         self.path, self._keep = (folder / FOLDER).absolute(), keep
         self._main = jax.process_index() == 0
         self._under_way: tuple[int, float | None] | None = None
+        if problem := from_first(self._claim() if self._main else ""):
+            raise UserError(problem)
         self._writer = ocp.AsyncCheckpointer(
             ocp.CompositeCheckpointHandler(),
             async_options=ocp.options.AsyncOptions(
                 # Only so does a failure to make the folder surface at once.
                 create_directories_asynchronously=False,
+                timeout_secs=WAIT_SECONDS,
                 post_finalization_callback=self._add_checksums,
             ),
         )
-        try:
-            if self._main:
-                self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"{self.path} cannot be written ({error.strerror}).") from error
         self._remove_unfinished()
         # Step -> its score, of those that are finished.
         self._scores = {step: _score(self.path / str(step)) for step in steps(self.path)}
@@ -168,11 +175,44 @@ class Checkpoints:
             self.wait()
         finally:
             self._writer.close()
+            if self._main:
+                self._unlock()
+
+    def _claim(self) -> str:
+        """Makes the folder and keeps other processes out of it; returns what is in the way."""
+        run = self.path.parent
+        if unreadable := sorted(set(str(run)) & set("[]\\")):
+            return (
+                f"The folder {run} has {' and '.join(unreadable)} in its path, where arrays can be "
+                "written but not read back: give another one."
+            )
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = os.open(run / LOCK, os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            return f"{self.path} cannot be written ({error.strerror})."
+        self._unlock = weakref.finalize(self, os.close, lock)
+        try:
+            # Of the process, which it ends with: also where that is killed.
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            return f"Another process is training in {run}: let it end, or give another folder."
+        except OSError:  # a file system without locks
+            pass
+        return ""
 
     def steps(self) -> list[int]:
         """The steps that have a finished checkpoint, in order, the same on every process."""
         found: list[int] = json.loads(from_first(json.dumps(steps(self.path))))
         return found
+
+    def run(self) -> Any:
+        """What the latest checkpoint keeps as `run`; None where none can be read."""
+        for step in reversed(self.steps()):
+            with contextlib.suppress(Damaged):
+                checksums.verify(self.path / str(step), ("run",))
+                return _json(self.path / str(step))["run"]
+        return None
 
     def restore(self, params: Any, state: Any, warn: Callable[[str], None]) -> Any:
         """The latest checkpoint that is whole; damaged ones after it are named and set aside.
@@ -261,7 +301,14 @@ class Saved:
         Raises:
           UserError: they are damaged.
         """
-        target = like(self.shapes(), shardings)
+        return self.read(like(self.shapes(), shardings))
+
+    def read(self, target: Any) -> Any:
+        """The parameters as a pytree of this structure, of `ShapeDtypeStruct`s with shardings.
+
+        Raises:
+          UserError: they are damaged, or others.
+        """
         try:
             checksums.verify(self._folder, ("params",))
             return _read(self._folder / "params", {"all": target})["all"]
@@ -270,6 +317,16 @@ class Saved:
 
     def _error(self, reason: str) -> UserError:
         return UserError(f"The checkpoint {self._folder} cannot be restored: {reason}")
+
+
+def check_savable(state: Any) -> None:
+    """Raises a `UserError` where an array of a state has no elements, which cannot be saved."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if leaf.size == 0:
+            raise UserError(
+                f"{jax.tree_util.keystr(path)} has the shape {list(leaf.shape)}, without any "
+                "elements, which cannot be saved: leave it out of the parameters."
+            )
 
 
 def like(tree: Any, shardings: Any = None) -> Any:
@@ -289,18 +346,25 @@ def steps(path: Path) -> list[int]:
 
 
 def _read(path: Path, target: Any) -> Any:
-    """A pytree of arrays with the shardings of the target; raises `Damaged` on every process."""
-    problem, tree = "", None
+    """A pytree of arrays with the shardings of the target, from files whose checksums are right.
+
+    Raises:
+      Damaged: it was saved of another model, on every process.
+      UserError: it cannot be read, for a reason that is not the checkpoint's.
+    """
+    misfits, problem, tree = "", None, None
     # The handler alone: a checkpointer waits for processes that have failed.
     handler = ocp.StandardCheckpointHandler()
     try:
-        if misfits := _misfits(handler.metadata(path).tree, target):
-            problem = f"its {path.name} do not fit this model and optimizer: {misfits}"
-        else:
+        misfits = _misfits(handler.metadata(path).tree, target)
+        if not misfits:
             tree = handler.restore(path, args=ocp.args.StandardRestore(target))
     except Exception as error:
-        problem = f"its {path.name} cannot be read ({short(error)})."
-    agree_on(problem)
+        problem = error
+    if not all_processes(problem is None):
+        reason = short(problem) if problem else "another process failed"
+        raise UserError(f"{path} is whole, but could not be read: {reason}") from problem
+    agree_on(misfits and f"its {path.name} do not fit this model and optimizer: {misfits}")
     return tree
 
 

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from core import nonfinite
-from core.checkpoint import Best, Checkpoints, SaveError, like
+from core.checkpoint import Best, Checkpoints, SaveError, check_savable, like
 from core.data import Batch, Examples, batches, order, some
 from core.encoding import decoded, encoded
 from core.errors import UserError, differences
@@ -85,17 +85,23 @@ class Loop:
             if hasattr(train, "state") != hasattr(train, "restore"):
                 raise UserError("A source has both `state()` and `restore(state)`, or neither.")
         self.settings |= self.options.settings() | {"total steps": self.total}
-        self._source()  # that it can be saved is better known at once
+        if trainer.folder:  # that all can be saved is better known at once
+            check_savable(trainer.state)
+            self._source()
         self.at = Progress()
         self.waiting: tuple[int, dict[str, jax.Array]] | None = None
-        self.skipped = 0
         self.score_now: float | None = None
         self.may_save = True  # and so may have the best score
         self.checkpoints = (
             Checkpoints(trainer.folder, self.options.keep) if trainer.folder else None
         )
-        messages = self._restore(trainer.folder) if trainer.folder else []
+        try:
+            messages = self._restore(trainer.folder) if trainer.folder else []
+        except BaseException:
+            self._close_checkpoints()
+            raise
         self.saved, self.began = self.at.step, time.monotonic() - self.at.seconds
+        self.skipped = int(trainer.state.skipped)
         # Steps that the trainer did before this run.
         self.before = int(trainer.state.step) - self.at.step
         self.report = Report(
@@ -290,15 +296,16 @@ class Loop:
         assert self.checkpoints is not None, "where there is a folder"
         if not self.checkpoints.steps():
             return []
-        messages: list[str] = []
-        target = _split(like(self.trainer.state))
-        jax.tree.map(lambda x: x.delete(), self.trainer.state)  # not both fit into memory
-        params, rest, run = self.checkpoints.restore(*target, messages.append)
-        if table := differences(run["settings"], self.settings):
+        run = self.checkpoints.run()
+        if run and (table := differences(run["settings"], self.settings)):
             raise UserError(
                 f"The run in {folder} cannot go on with other settings, which would change its "
                 f"numbers:\n{table}\nGive those that it has, or another folder."
             )
+        messages: list[str] = []
+        target = _split(like(self.trainer.state))
+        jax.tree.map(lambda x: x.delete(), self.trainer.state)  # not both fit into memory
+        params, rest, run = self.checkpoints.restore(*target, messages.append)
         self.trainer.state = dataclasses.replace(self.trainer.state, params=params, **rest)
         self.at = Progress(**run["at"])
         if hasattr(self.train, "restore"):
@@ -327,22 +334,26 @@ class Loop:
             in_a_row=zero,
             skipped=trainer.state.skipped - trainer.state.in_a_row,
         )
+        again = bad  # the step to do once more
         if self.from_source:
             # Of a row that began in an earlier epoch, the first step whose examples are at hand.
-            epoch, position = self.epoch, max(bad - 1 - self.epoch_began, 0)
+            again = max(bad, self.epoch_began + 1)
+            epoch, position = self.epoch, again - 1 - self.epoch_began
         else:
             epoch, position = divmod(bad - 1, self.epoch_steps)
         everything = order(options.seed, epoch, some(self.examples, "training data"))
         rows = everything[position * options.batch_size :][: options.batch_size]
-        said = nonfinite.explain(trainer, self.examples, rows, self.before + bad - 1)
+        said = nonfinite.explain(trainer, self.examples, rows, self.before + again - 1)
         # (An evaluation since then belongs to what comes after.)
         known = not self.from_source and self.at.evaluated < bad
         if trainer.folder and known and self.saved < bad - 1:
             before = dataclasses.replace(self.at, step=bad - 1, epoch=epoch, position=position)
             self._try_checkpoint(before)
         also = f", nor the {options.too_many - 1} after it" if options.too_many > 1 else ""
+        where = f"Step {bad}" if again > bad else f"Step {bad} (epoch {epoch})"
+        it = f"step {again} (epoch {epoch})" if again > bad else "it"
         raise UserError(
-            f"Step {bad} (epoch {epoch}) was not finite{also}. Done once more, it has {said} No "
+            f"{where} was not finite{also}. Done once more, {it} has {said} No "
             "update was applied from there on. Try a lower learning rate, a lower clip norm, the "
             "compute dtype float32, or on_nonfinite skip."
         )

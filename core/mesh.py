@@ -136,6 +136,8 @@ def from_first(text: str) -> str:
         return text
     mine = np.frombuffer(text.encode(), np.uint8)
     length = int(multihost_utils.broadcast_one_to_all(np.asarray(len(mine))))
+    if not length:
+        return ""
     padded = np.resize(mine, length) if len(mine) else np.zeros(length, np.uint8)
     return bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded), np.uint8)).decode()
 

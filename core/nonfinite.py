@@ -16,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from core.checkpoint import Checkpoints, Saved, SaveError
+from core.checkpoint import Checkpoints, Saved, SaveError, like
 from core.data import Batch, Examples, Layout, collated
-from core.errors import UserError
+from core.errors import UserError, short
+from core.mesh import from_first
 from core.rules import path_name
 from core.step import cast, step_key
 
@@ -118,8 +119,12 @@ def _bad_rows(trainer: "Trainer", params: Any, batch: Batch, key: jax.Array) -> 
 
     def bad(at: tuple[jax.Array, Batch]) -> jax.Array:
         index, rows = at
-        values = loss(cast(params, trainer.dtype), rows, jax.random.fold_in(key, index)).values
-        return ~jnp.all(jnp.isfinite(values), axis=tuple(range(1, values.ndim)))
+        out = loss(cast(params, trainer.dtype), rows, jax.random.fold_in(key, index))
+        values = out.values
+        weights = jnp.ones_like(values) if out.weights is None else out.weights
+        weights = weights.reshape(weights.shape + (1,) * (values.ndim - weights.ndim))
+        finite = jnp.isfinite(values) & jnp.isfinite(weights)
+        return ~jnp.all(finite, axis=tuple(range(1, finite.ndim)))
 
     numbers = jnp.arange(batch["row_mask"].shape[0])
     return jax.lax.map(bad, (numbers, batch)), batch["row_mask"]
@@ -133,26 +138,38 @@ def _write(
     steps_done: int,
     found: Finding,
 ) -> None:
-    """Writes all that `replay` needs."""
-    if jax.process_index() == 0:
-        shutil.rmtree(path, ignore_errors=True)
-        path.mkdir(parents=True, exist_ok=True)
-        # What NumPy itself does not know, such as bfloat16, a file of its own cannot hold.
-        plain = {k: x.astype(np.float32) if x.dtype.kind == "V" else x for k, x in arrays.items()}
-        np.savez(path / "batch.npz", **plain)  # type: ignore[arg-type]
-        content = {
-            "step": steps_done + 1,
-            "rows": rows.tolist(),
-            "dtypes": {key: x.dtype.name for key, x in arrays.items()},
-            "loss": str(found.loss),
-            "grad_norm": str(found.grad_norm),
-            "tensors": found.tensors,
-            "bad_rows": rows[list(found.rows)].tolist(),
-        }
-        (path / "finding.json").write_text(json.dumps(content, indent=2) + "\n")
+    """Writes all that `replay` needs; raises on every process where process 0 cannot."""
+    problem = ""
+    try:
+        if jax.process_index() == 0:
+            _write_batch(path, arrays, rows, steps_done, found)
+    except OSError as error:
+        problem = short(error)
+    if problem := from_first(problem):
+        raise OSError(problem)
     checkpoints = Checkpoints(path, keep=1)
     checkpoints.save(steps_done, trainer.state.params, {"step": np.int32(steps_done)}, None, None)
     checkpoints.close()
+
+
+def _write_batch(
+    path: Path, arrays: dict[str, np.ndarray], rows: np.ndarray, steps_done: int, found: Finding
+) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True, exist_ok=True)
+    # What NumPy itself does not know, such as bfloat16, a file of its own cannot hold.
+    plain = {k: x.astype(np.float32) if x.dtype.kind == "V" else x for k, x in arrays.items()}
+    np.savez(path / "batch.npz", **plain)  # type: ignore[arg-type]
+    content = {
+        "step": steps_done + 1,
+        "rows": rows.tolist(),
+        "dtypes": {key: x.dtype.name for key, x in arrays.items()},
+        "loss": str(found.loss),
+        "grad_norm": str(found.grad_norm),
+        "tensors": found.tensors,
+        "bad_rows": rows[list(found.rows)].tolist(),
+    }
+    (path / "finding.json").write_text(json.dumps(content, indent=2) + "\n")
 
 
 def replay(trainer: "Trainer", folder: Path) -> str:
@@ -177,8 +194,7 @@ def replay(trainer: "Trainer", folder: Path) -> str:
             f"The step to replay has {len(rows)} rows, more than batch_size "
             f"{trainer.options.batch_size}: leave it as the run has it."
         )
-    shardings = jax.tree.map(lambda x: x.sharding, trainer.state.params)
-    params = Saved(path, "last").load(shardings)
+    params = Saved(path, "last").read(like(trainer.state.params))
     trainer.state = dataclasses.replace(trainer.state, params=params)
     batch = placed(trainer.layout, arrays, len(rows))
     found = find(trainer, batch, content["step"] - 1)

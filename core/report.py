@@ -244,7 +244,7 @@ def _drop_rows_after(start: int, path: Path) -> float:
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         return dict(json.loads(line)) if line.endswith(b"\n") else None
-    except ValueError:  # torn: the process died while it wrote
+    except (ValueError, TypeError):  # torn: the process died while it wrote
         return None
 
 

@@ -173,7 +173,8 @@ def launch(config_type: type[C], main: Callable[[C], Any]) -> None:
             print(ended)
     except Stopped as stopped:
         same = "the same command" + ("" if options.folder else f" with --folder {stopped.folder}")
-        print(f"{stopped}; {same} goes on", file=sys.stderr)
+        if jax.process_index() == 0:
+            print(f"{stopped}; {same} goes on", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         if debug:

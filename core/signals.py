@@ -1,7 +1,7 @@
 """SIGTERM and Ctrl-C as a request to stop, which all processes follow at the same step."""
 
+import os
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -65,7 +65,9 @@ class StopSignals:
         now = time.monotonic()
         if self.received is None:
             self.received, self._when = signal.Signals(number), now
-            print(f"stopping after this {self._after}; once more stops at once", file=sys.stderr)
+            # (`print` may be what was interrupted.)
+            text = f"stopping after this {self._after}; once more stops at once\n"
+            os.write(2, text.encode())
         elif now > self._when + self.ECHO_SECONDS:
             before = self._before[signal.Signals(number)]
             self.__exit__()

@@ -5,16 +5,18 @@ python -m tests.core.host_worker ADDRESS COUNT INDEX DEVICES FOLDER
 
 import json
 import os
+import resource
 import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 
 import jax
 import numpy as np
 import optax
 
-from core import HostOptions, MeshOptions, Trainer, TrainOptions, join_hosts, make_mesh
+from core import HostOptions, MeshOptions, Trainer, TrainOptions, checkpoint, join_hosts, make_mesh
 from core.mesh import all_processes, from_first, simulate_devices
 from core.signals import Stopped
 from tests import toy
@@ -86,6 +88,35 @@ def go_on(folder):
     return resume_worker.fit(one, "plain")["valid"]
 
 
+def fill_disk(folder, process):
+    """Steps and a parameter of a run where one process can write nothing in the second save."""
+    one, count = resume_worker.trainer(folder, "plain", save_every=3), 0
+    inner, agree = one.step_jit, checkpoint.Checkpoints._agree
+
+    def limit(size):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+    def step(state, batch):
+        nonlocal count
+        count += 1
+        if count == 5 and jax.process_index() == process:
+            while not resume_worker.finished(folder):
+                time.sleep(0.01)
+            limit(100)
+        return inner(state, batch)
+
+    def agree_and_make_room(self, step, problem):
+        if problem is not None:
+            limit(resource.RLIM_INFINITY)
+        agree(self, step, problem)
+
+    one.step_jit, checkpoint.Checkpoints._agree = step, agree_and_make_room
+    try:
+        return one.fit(toy.examples(40))["steps"], np.asarray(one.state.params["bias"]).tolist()
+    finally:
+        checkpoint.Checkpoints._agree = agree
+
+
 def fail(folder):
     """What is said of a row that is not finite."""
     examples = toy.examples(32)
@@ -109,6 +140,8 @@ def main(address, count, index, devices, folder):
         shutil.copytree(folder / "stopped", folder / "stopped-for-one")
     out["two to two"] = go_on(folder / "stopped")
     out["one to two"] = go_on(folder / "half")
+    checkpoint.WAIT_SECONDS = 10
+    out["full"] = fill_disk(folder / "full", 1)
     out["bad"] = fail(folder / "bad")
     (folder / f"process{index}.json").write_text(json.dumps(out))
 

@@ -59,7 +59,6 @@ def trainer(folder, kind, sizes=(2, 2), overrides=None, **more):
         toy.collate,
         toy.loss,
         toy.predict,
-        # 15 and 3 are sizes that no axis divides.
         partial(toy.init, width=16, hidden=60),
         schedule,
         mesh,

@@ -165,3 +165,18 @@ def test_no_checkpoint_is_said(tmp_path):
 def test_a_metric_that_is_no_number_is_never_the_best():
     assert math.isnan(Best("a", "max").score({"a": float("nan")}))
     assert Best("a", "min").score({"a": 2.0}) == -2.0
+
+
+def test_a_parameter_without_elements_is_refused_before_training(tmp_path):
+    one = Trainer(
+        lambda examples: {"x": np.asarray(examples, np.float32)},
+        lambda params, batch, key: Loss(params["w"] * batch["x"]),
+        None,
+        {"w": np.ones(()), "none": np.ones((0, 3))},
+        optax.sgd(0.1),
+        make_mesh(devices=jax.devices()[:1]),
+        [1.0],
+        folder=tmp_path,
+    )
+    with pytest.raises(UserError, match=r"none.* has the shape \[0, 3\], .*cannot be saved"):
+        one.fit([1.0])

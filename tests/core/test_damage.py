@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from core import UserError
@@ -177,6 +178,44 @@ def test_a_run_goes_on_from_the_checkpoint_before_and_says_so(tmp_path, capsys):
     assert steps(broken / FOLDER) == [5, 10, 15, 20]
 
 
+def test_what_cannot_be_read_for_another_reason_is_left_as_it_is(folder, monkeypatch):
+    def full(*_, **__):
+        raise MemoryError("out of memory")
+
+    monkeypatch.setattr(ocp.StandardCheckpointHandler, "restore", full)
+    with pytest.raises(UserError, match="3/params is whole, but could not be read: out of memory"):
+        restored(folder)
+    assert steps(folder / FOLDER) == [1, 2, 3]
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path):
+    code = "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.lockf(f, 2); print(); input()"
+    command = [sys.executable, "-c", code, str(tmp_path / ".lock")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as other:
+        other.stdout.readline()
+        with pytest.raises(UserError, match="Another process is training in .*give another folder"):
+            Checkpoints(tmp_path, keep=1)
+        other.communicate(b"\n")
+    Checkpoints(tmp_path, keep=1).close()
+
+
+def test_the_lock_is_held_until_the_run_ends(tmp_path):
+    code = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a'), 6)"
+    command = [sys.executable, "-c", code, str(tmp_path / ".lock")]
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    assert subprocess.run(command, capture_output=True).returncode == 1
+    checkpoints.close()
+    assert subprocess.run(command, capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["run[1]", "a\\b"])
+def test_folders_that_could_not_be_read_back_are_refused(tmp_path, name):
+    with pytest.raises(UserError, match=r"has .* in its path, where arrays .* give another one"):
+        Checkpoints(tmp_path / name, keep=1)
+    assert not (tmp_path / name).exists()
+
+
 # Saves that fail
 
 
@@ -207,6 +246,7 @@ def test_a_full_disk_is_said_and_the_next_save_tried(tmp_path):
         """
     if count in (8, 18):
         while not (folder / "checkpoints" / "5").exists(): pass
+        assert (folder / "checkpoints" / "5").exists()
         limit = 100 if count == 8 else resource.RLIM_INFINITY
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 """,

@@ -98,6 +98,13 @@ def uninterrupted(tmp_path_factory):
         return folder, host_worker.go_on(folder)
 
 
+def bias(saved):
+    """A parameter of a checkpoint."""
+    here = SingleDeviceSharding(jax.devices()[0])
+    with four_devices_in_double_precision():
+        return np.asarray(saved.load(jax.tree.map(lambda _: here, saved.shapes()))["bias"])
+
+
 @pytest.mark.parametrize("what", ["metrics", "valid", "outputs", "again", "bias"])
 def test_processes_do_not_change_any_result(two_processes, one_process, what):
     def leaves(result):
@@ -130,13 +137,7 @@ def test_only_process_0_prints_and_all_save_together(two_processes):
     assert (folder / "run" / "curves.png").exists()
     saved = Saved(folder / "run", "last")
     assert saved.step == 6
-    jax.config.update("jax_enable_x64", True)
-    try:
-        here = SingleDeviceSharding(jax.devices()[0])
-        bias = saved.load(jax.tree.map(lambda _: here, saved.shapes()))["bias"]
-        np.testing.assert_array_equal(bias, results[0]["bias"])
-    finally:
-        jax.config.update("jax_enable_x64", False)
+    np.testing.assert_array_equal(bias(saved), results[0]["bias"])
 
 
 def test_processes_tell_each_other(two_processes):
@@ -150,6 +151,17 @@ def test_a_signal_to_one_process_stops_all_at_the_same_step(two_processes):
     step = int(first["stopped"].removeprefix("stopped at step "))
     assert 4 <= step <= 6, "soon"
     assert steps(folder / "stopped-for-one" / FOLDER)[-1] == step
+
+
+def test_a_save_that_fails_on_one_process_stops_none(two_processes):
+    folder, logs, (first, second) = two_processes
+    assert first["full"] == second["full"] and first["full"][0] == 10
+    said = [line for line in logs[0].splitlines() if "could not be written" in line]
+    assert len(said) == 1 and said[0].startswith("the checkpoint of step 6 could not be written")
+    assert said[0].endswith("now that of step 9 is tried.") and "could not" not in logs[1]
+    assert steps(folder / "full" / FOLDER) == [9, 10]
+    assert not list((folder / "full" / FOLDER).glob("*tmp*"))
+    np.testing.assert_array_equal(bias(Saved(folder / "full", "last")), first["full"][1])
 
 
 @pytest.mark.parametrize("which", ["two to two", "one to two", "two to one"])

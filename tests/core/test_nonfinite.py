@@ -4,6 +4,7 @@ import dataclasses
 import json
 import signal
 import sys
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -166,7 +167,7 @@ def test_skipping_ends_after_so_many_in_a_row(tmp_path, in_a_row, max_skipped, s
         UserError, match=r"^Step 2 \(epoch 0\) was not finite, nor the 2 after it\."
     ):
         one.fit(data)
-    assert steps(tmp_path / FOLDER)[-1] in (1, 3) and int(one.state.skipped) == 0
+    assert steps(tmp_path / FOLDER)[-1] == 3 and int(one.state.skipped) == 0
 
 
 def test_a_row_of_skipped_steps_is_too_long_for_stop(tmp_path):
@@ -236,6 +237,103 @@ def test_the_batch_is_written_and_run_again(tmp_path):
     np.testing.assert_array_equal(said["key"], jax.random.key_data(key))
     with pytest.raises(UserError, match="has 4 rows, more than batch_size 2"):
         trainer(None, replay=str(tmp_path), batch_size=2).fit(examples())
+
+
+def test_a_row_of_skipped_steps_that_began_in_an_earlier_epoch_of_a_source(tmp_path):
+    """What is done again is the first of those steps whose examples are still at hand."""
+
+    def source(epoch, params):
+        return [example | {"id": BAD if epoch else 0} for example in examples()]
+
+    one = trainer(tmp_path, on_nonfinite="skip", max_skipped=8, steps=30)
+    seen = []
+    one.options = dataclasses.replace(one.options, report=ReportOptions(log_every=1, quiet=True))
+    with pytest.raises(UserError) as error:
+        one.fit(lambda epoch, params: seen.append(epoch) or source(epoch, params))
+    assert seen == [0, 1, 2]
+    assert str(error.value).startswith(
+        "Step 6 was not finite, nor the 7 after it. Done once more, step 11 (epoch 2) has loss inf"
+    )
+    listed = ", ".join(str(row) for row in order(0, 2, 20)[:4])
+    assert f"Of the rows of the step, {listed}, " in str(error.value)
+    finding = json.loads((tmp_path / "nonfinite" / "finding.json").read_text())
+    assert finding["step"] == 11 and int(one.state.step) == 5
+    with pytest.raises(Ended, match="Step 11 of"):
+        trainer(None, replay=str(tmp_path)).fit(examples())
+
+
+def test_a_bad_step_in_a_later_epoch_of_a_source_is_found_there(tmp_path):
+    def source(epoch, params):
+        return [e | {"id": BAD if epoch and e["id"] == BAD else 0} for e in examples()]
+
+    step = int(np.flatnonzero(order(0, 1, 20) == BAD)[0]) // 4
+    with pytest.raises(UserError, match=rf"^Step {5 + step + 1} \(epoch 1\).* in row {BAD}\."):
+        trainer(tmp_path).fit(source)
+
+
+def test_weights_that_are_not_finite_are_named_by_row(tmp_path):
+    def weighted(params, batch, key):
+        return Loss((batch["x"] * params["a"]["w"]) ** 2, jnp.where(batch["id"] == BAD, jnp.nan, 1))
+
+    with pytest.raises(UserError, match=f"the loss is not finite in row {BAD}"):
+        trainer(tmp_path, weighted).fit(examples())
+
+
+def test_the_row_is_found_with_the_key_of_its_microbatch(tmp_path):
+    """A loss that is not finite only where the key of the second microbatch is given."""
+    seed = 3
+    second = jax.random.key_data(jax.random.fold_in(step_key(seed, 0), 1))
+
+    def keyed(params, batch, key):
+        bad = False if key is None else (jax.random.key_data(key) == second).all()
+        value = (batch["x"] * params["a"]["w"]) ** 2
+        return Loss(jnp.where(bad, jnp.inf, value))
+
+    listed = ", ".join(str(row) for row in order(seed, 0, 20)[2:4])
+    with pytest.raises(UserError, match=rf"^Step 1 .* is not finite in row {listed}\."):
+        trainer(tmp_path, keyed, seed=seed, microbatches=2).fit(examples())
+
+
+class Weights(NamedTuple):
+    a: dict
+    b: dict
+
+
+@pytest.mark.parametrize(
+    "init",
+    [Weights({"w": np.ones((1, 3))}, {}), [{"w": np.ones((1, 3))}, {3: np.ones(2)}]],
+    ids=["named tuple", "integer key"],
+)
+def test_any_pytree_of_parameters_is_replayed(tmp_path, init):
+    def fn(params, batch, key):
+        w = params[0]["w"]
+        return Loss(batch["x"] * w * jnp.where(batch["id"][:, None] == BAD, jnp.inf, 1))
+
+    def one(folder, init, **options):
+        mesh = make_mesh(devices=jax.devices()[:1])
+        options = TrainOptions(batch_size=4, report=ReportOptions(quiet=True), **options)
+        args = (collate, fn, None, init, optax.sgd(0.1), mesh, examples(2))
+        return Trainer(*args, options=options, folder=folder)
+
+    with pytest.raises(UserError, match="To run that step again"):
+        one(tmp_path, init).fit(examples())
+    with pytest.raises(Ended, match=f"row {BAD}"):
+        one(None, init, replay=str(tmp_path)).fit(examples())
+    more = [{"w": np.ones((1, 3))}, {"new": np.ones(2)}]
+    with pytest.raises(UserError, match="cannot be restored: its params do not fit .*new is miss"):
+        one(None, more, replay=str(tmp_path)).fit(examples())
+
+
+def test_skipped_steps_are_news_once(tmp_path, capsys):
+    seed = seed_with_bad_step(2)
+    skipping = {"on_nonfinite": "skip", "seed": seed, "save_every": 4}
+    one = trainer(tmp_path, **skipping)
+    interrupt(one, signal.SIGTERM, step=8)
+    with pytest.raises(Stopped):
+        one.fit(examples())
+    assert "2 steps so far were not finite" in capsys.readouterr().err
+    trainer(tmp_path, **skipping).fit(examples())
+    assert "2 steps so far" not in capsys.readouterr().err
 
 
 def test_without_a_bad_step_there_is_nothing_to_replay(tmp_path):

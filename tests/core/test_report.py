@@ -109,7 +109,9 @@ def test_interrupted_run_has_the_rows_of_an_uninterrupted_one(tmp_path):
     assert len(numbers(tmp_path / "whole")) == 24
 
 
-@pytest.mark.parametrize("torn", ['{"step": 3, "split": "tra', '{"step": 3}', "\0\0", '"\xc3'])
+@pytest.mark.parametrize(
+    "torn", ['{"step": 3, "split": "tra', '{"step": 3}', "\0\0", '"\xc3', "5\n", "[5]\n"]
+)
 def test_continued_run_drops_later_rows_and_a_torn_line(tmp_path, clock, torn):
     kept = '{"step": 1, "split": "train", "time": 2.5,  "loss": 1e-3}\n'  # kept byte for byte
     later = '{"step": 4, "split": "train", "time": 9, "loss": 3}\n'

@@ -1,6 +1,7 @@
 """A run that was killed goes on as if nothing had happened, on any devices."""
 
 import dataclasses
+import json
 import os
 import random
 import shutil
@@ -16,10 +17,11 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from core import Loss, Trainer, TrainOptions, UserError, make_mesh
+from core import Loss, Trainer, TrainOptions, UserError, checksums, make_mesh
 from core.checkpoint import FOLDER, steps
 from core.data import order
 from core.report import ReportOptions, read_rows
+from core.trainer import FREE
 from tests import toy
 from tests.core.resume_worker import KINDS, Source, fit, trainer
 
@@ -116,6 +118,7 @@ def test_a_run_that_is_killed_at_any_moment_ends_as_if_not(tmp_path, uninterrupt
     time.sleep(random.Random(seed).uniform(0.5, 5))
     process.kill()
     process.communicate()
+    assert process.returncode == -signal.SIGKILL, "before it ended"
     ends_as_if_never_killed(tmp_path, kind, uninterrupted)
 
 
@@ -156,9 +159,11 @@ def test_overrides_may_change(half_done, uninterrupted):
 )
 def test_settings_that_change_the_numbers_are_refused(half_done, change, says):
     before = (half_done / "metrics.jsonl").read_bytes()
+    one, valid = trainer(half_done, "plain", **change), toy.examples(9, seed=5)
     with pytest.raises(UserError, match="cannot go on with other settings") as refused:
-        trainer(half_done, "plain", **change).fit(toy.examples(40), toy.examples(9, seed=5))
+        one.fit(toy.examples(40), valid)
     assert says in str(refused.value)
+    assert np.isfinite(one.evaluate(valid)["loss"]), "the trainer has its weights"
     assert (half_done / "metrics.jsonl").read_bytes() == before
 
 
@@ -266,6 +271,29 @@ def test_what_a_source_cannot_keep_is_said_before_training(tmp_path):
         one.fit(source)
 
 
-def test_options_are_free_or_settings():
+def test_a_save_every_so_many_steps_waits_for_the_end_of_a_source_s_epoch(tmp_path):
+    one = small(tmp_path, batch_size=1, steps=20, save_every=5, keep=99)
+    one.fit(lambda epoch, params: [1.0] * 3)
+    assert steps(tmp_path / FOLDER) == [6, 12, 15, 20]
+
+
+def test_the_seconds_of_a_run_go_on_from_its_checkpoint(tmp_path):
+    def one():
+        return small(tmp_path, batch_size=1, steps=20, save_every=10, keep=99)
+
+    one().fit([1.0])
+    shutil.rmtree(tmp_path / FOLDER / "20")
+    saved = tmp_path / FOLDER / "10" / "run" / "metadata"
+    content = json.loads(saved.read_text())
+    content["run"]["at"]["seconds"] = 1000.0
+    saved.write_text(json.dumps(content))
+    checksums.write(tmp_path / FOLDER / "10")
+    assert 1000 < one().fit([1.0])["seconds"] < 1100
+
+
+def test_options_that_change_no_number_are_known():
     names = {field.name for field in dataclasses.fields(TrainOptions)}
-    assert TrainOptions().settings().keys() < names
+    fixed = {"steps", "epochs", "batch_size", "microbatches", "clip_norm", "compute_dtype"}
+    fixed |= {"eval_every", "seed"}
+    assert TrainOptions().settings().keys() == fixed
+    assert names - fixed == FREE

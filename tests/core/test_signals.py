@@ -74,12 +74,12 @@ def test_what_was_stopped_goes_on_to_the_same_end(tmp_path):
     assert steps == list(range(10, 101, 10))
 
 
-def test_a_source_ends_its_epoch_before(tmp_path, capsys):
+def test_a_source_ends_its_epoch_before(tmp_path, capfd):
     one = trainer(tmp_path, collate)
     interrupt(one, signal.SIGTERM)
     with pytest.raises(Stopped, match="^stopped at step 28$"):
         one.fit(lambda epoch, params: [1.0] * 7)
-    assert "stopping after this epoch" in capsys.readouterr().err
+    assert "stopping after this epoch" in capfd.readouterr().err
     assert Saved(tmp_path, "last").step == 28
 
 
