@@ -9,6 +9,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from threading import Timer
 
 import jax
 import numpy as np
@@ -80,7 +81,8 @@ def finished(folder):
 
 
 def dies_at(one, moment):
-    """Makes a trainer kill its process at its Nth "step N", "evaluation N" or "finalising N"."""
+    """Makes a trainer kill its process at its Nth "step N", "evaluation N" or "finalising N", or
+    "after N.S": S seconds after its step N began, whatever it is at."""
     what, number = moment.split()
     count = 0
 
@@ -88,7 +90,10 @@ def dies_at(one, moment):
         def call(*args):
             nonlocal count
             count += 1
-            if count == int(number):
+            if what == "after" and count == int(float(number)):
+                delay = float(number) % 1
+                Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            elif count == float(number):
                 while what != "finalising" and not finished(one.folder):
                     time.sleep(0.01)
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -96,7 +101,7 @@ def dies_at(one, moment):
 
         return call
 
-    if what == "step":
+    if what in ("step", "after"):
         one.step_jit = counted(one.step_jit)
     elif what == "evaluation":
         one.evaluate = counted(one.evaluate)
@@ -111,6 +116,7 @@ def main():
     one = trainer(Path(folder), kind)
     dies_at(one, moment)
     fit(one, kind)
+    time.sleep(1)  # "after" may come when all is done
 
 
 if __name__ == "__main__":

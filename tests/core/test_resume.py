@@ -23,7 +23,7 @@ from core.data import order
 from core.report import ReportOptions, read_rows
 from core.trainer import FREE
 from tests import toy
-from tests.core.resume_worker import KINDS, Source, fit, trainer
+from tests.core.resume_worker import KINDS, STEPS, Source, fit, trainer
 
 ROOT = Path(__file__).parents[2]
 
@@ -112,13 +112,9 @@ def test_a_run_that_was_killed_ends_as_if_not(tmp_path, uninterrupted, kind, mom
 @pytest.mark.parametrize("seed", range(20))
 def test_a_run_that_is_killed_at_any_moment_ends_as_if_not(tmp_path, uninterrupted, seed):
     kind = list(KINDS)[seed % len(KINDS)]
-    process = worker(tmp_path, kind, "step 1000")
-    while process.poll() is None and not (tmp_path / "metrics.jsonl").exists():
-        time.sleep(0.01)
-    time.sleep(random.Random(seed).uniform(0.5, 5))
-    process.kill()
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL, "before it ended"
+    process = worker(tmp_path, kind, f"after {random.Random(seed).uniform(1, STEPS + 1):.3f}")
+    _, err = process.communicate()
+    assert process.returncode == -signal.SIGKILL, err
     ends_as_if_never_killed(tmp_path, kind, uninterrupted)
 
 
