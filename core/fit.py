@@ -74,19 +74,9 @@ class Loop:
             raise UserError(f"best={best} needs evaluations: give `valid` too.")
         # A source is asked epoch by epoch, so its total is only known where steps are given.
         self.from_source, self.total = callable(train), self.options.steps
-        if not callable(train):
-            self.examples = train
-            number = some(train, "training data")
-            self.total = self.options.total_steps(number)
-            self.epoch_steps = math.ceil(number / self.options.batch_size)
-            self.settings = {"training examples": number}
-        else:
-            self.settings = {}
-            if hasattr(train, "state") != hasattr(train, "restore"):
-                raise UserError("A source has both `state()` and `restore(state)`, or neither.")
-        self.settings |= self.options.settings() | {"total steps": self.total}
+        self.settings = self._settings() | self.options.settings() | {"total steps": self.total}
         if trainer.folder:  # that all can be saved is better known at once
-            check_savable(trainer.state)
+            check_savable(self._carried())
             self._source()
         self.at = Progress()
         self.waiting: tuple[int, dict[str, jax.Array]] | None = None
@@ -101,9 +91,9 @@ class Loop:
             self._close_checkpoints()
             raise
         self.saved, self.began = self.at.step, time.monotonic() - self.at.seconds
-        self.skipped = int(trainer.state.skipped)
+        self.skipped = highest(trainer.state.skipped)
         # Steps that the trainer did before this run.
-        self.before = int(trainer.state.step) - self.at.step
+        self.before = highest(trainer.state.step) - self.at.step
         self.report = Report(
             trainer.folder,
             self.total or None,
@@ -114,6 +104,18 @@ class Loop:
         )
         for message in messages:
             self.report.message(message)
+
+    def _settings(self) -> dict[str, Any]:
+        """Looks at the training data; returns what else the numbers of the run depend on."""
+        if not callable(self.train):
+            self.examples = self.train
+            number = some(self.train, "training data")
+            self.total = self.options.total_steps(number)
+            self.epoch_steps = math.ceil(number / self.options.batch_size)
+            return {"training examples": number}
+        if hasattr(self.train, "state") != hasattr(self.train, "restore"):
+            raise UserError("A source has both `state()` and `restore(state)`, or neither.")
+        return {}
 
     def run(self) -> dict[str, Any]:
         """See `Trainer.fit`."""
@@ -144,27 +146,32 @@ class Loop:
 
     def _step(self, batch: Batch, rows: int, epoch_ends: bool) -> bool:
         """One step and what is due after it; returns whether it was the last."""
-        trainer, at, options = self.trainer, self.at, self.options
-        trainer.state, metrics = trainer.step_jit(trainer.state, batch)
-        at.step += 1
+        at, options, before = self.at, self.options, self.at.step
+        metrics = self._advance(batch)
         at.epoch, at.position = (at.epoch + 1, 0) if epoch_ends else (at.epoch, at.position + 1)
-        last = at.step == self.total or (not options.steps and at.epoch == options.epochs)
+        last = 0 < self.total <= at.step or (not options.steps and at.epoch == options.epochs)
         self.may_save = last or epoch_ends or not self.from_source
         self.report.advance(at.step, rows)
         self._log()
-        if last or at.step % options.report.log_every == 0:
+        if last or _due(before, at.step, options.report.log_every):
             self.waiting = (at.step, metrics)
-        if _due(at.step, options.eval_every, epoch_ends):
+        if _due(before, at.step, options.eval_every, epoch_ends):
             self._evaluate()
         evaluated = epoch_ends if self.valid is None else at.evaluated == at.step
         improved = at.result["best"].get("step") == at.step
-        due = _due(at.step, options.save_every, evaluated) or improved
+        due = _due(before, at.step, options.save_every, evaluated) or improved
         if self.from_source:  # its state, or what it makes of the parameters, is known there alone
-            every = options.save_every or 1
-            due = epoch_ends and (improved or at.step // every > self.saved // every)
+            due = epoch_ends and (improved or _due(self.saved, at.step, options.save_every or 1))
         if due and not last:
             self._save()
         return last
+
+    def _advance(self, batch: Batch) -> dict[str, jax.Array]:
+        """Does a step, or begins to; returns its metrics."""
+        trainer = self.trainer
+        trainer.state, metrics = trainer.step_jit(trainer.state, batch)
+        self.at.step += 1
+        return metrics
 
     def _batches(self) -> Generator[tuple[Batch, int, bool]]:
         """The batches that are left, each with its number of rows and whether it ends its epoch."""
@@ -245,7 +252,8 @@ class Loop:
         at.seconds = time.monotonic() - self.began
         run = {"at": dataclasses.asdict(at), "settings": self.settings, "source": self._source()}
         score = self.score_now if at.evaluated == at.step else None
-        self.checkpoints.save(at.step, *_split(self.trainer.state), run, score)
+        params, rest = self._carried()
+        self.checkpoints.save(at.step, params, rest, run, score)
         self.saved = at.step
 
     def _settle(self) -> None:
@@ -303,20 +311,30 @@ class Loop:
                 f"numbers:\n{table}\nGive those that it has, or another folder."
             )
         messages: list[str] = []
-        target = _split(like(self.trainer.state))
-        jax.tree.map(lambda x: x.delete(), self.trainer.state)  # not both fit into memory
+        target = like(self._carried())
+        jax.tree.map(lambda x: x.delete(), self._carried())  # not both fit into memory
         params, rest, run = self.checkpoints.restore(*target, messages.append)
-        self.trainer.state = dataclasses.replace(self.trainer.state, params=params, **rest)
+        self._carry(params, rest)
         self.at = Progress(**run["at"])
         if hasattr(self.train, "restore"):
             self.train.restore(decoded(run["source"]))
         says = "is finished already" if self.at.step == self.total else "goes on after"
         return [*messages, f"The run in {folder} {says}: step {self.at.step}."]
 
+    def _carried(self) -> tuple[Any, dict[str, Any]]:
+        """What steps change, to be saved: the parameters, and the rest."""
+        state = self.trainer.state
+        rest = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+        return rest.pop("params"), rest
+
+    def _carry(self, params: Any, rest: dict[str, Any]) -> None:
+        """Takes up what was saved."""
+        self.trainer.state = dataclasses.replace(self.trainer.state, params=params, **rest)
+
     def _check(self) -> None:
         """Writes what waits to be logged, and stops at a state that is not to be built on."""
         self._log()
-        self._stop_if_bad(int(self.trainer.state.first_bad))
+        self._stop_if_bad(highest(self.trainer.state.first_bad))
 
     def _stop_if_bad(self, first_bad: int) -> None:
         if first_bad:
@@ -359,12 +377,11 @@ class Loop:
         )
 
 
-def _split(state: Any) -> tuple[Any, dict[str, Any]]:
-    """The parameters of a state, and the rest of it."""
-    rest = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
-    return rest.pop("params"), rest
+def highest(steps: jax.Array) -> int:
+    """A number of steps, the largest where several states are stacked."""
+    return int(np.max(steps))
 
 
-def _due(step: int, every: int, otherwise: bool) -> bool:
+def _due(before: int, now: int, every: int, otherwise: bool = False) -> bool:
     """Whether something that happens every so many steps, or else on occasion, happens now."""
-    return step % every == 0 if every else otherwise
+    return now // every > before // every if every else otherwise

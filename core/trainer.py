@@ -20,6 +20,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from core.checkpoint import Best, Saved
+from core.compiled import CompiledLoop, Iteration
 from core.contract import (
     CollateFn,
     LossFn,
@@ -176,6 +177,11 @@ class Trainer:
         self.state = initial_state(load(shardings), optimizer, shardings, whole)
         self._sums_jit = jax.jit(self._batch_sums, out_shardings=whole)
         self._outputs_jit = jax.jit(self._outputs, out_shardings=whole)
+        # On a CPU one thing after the other: for a few rows, threads cost more than they gain.
+        in_turn = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+        self._few_jit = jax.jit(
+            self._few, out_shardings=whole, compiler_options=in_turn if is_cpu(mesh) else None
+        )
         if optimizer is not None and loss is not None:
             like = floating(shapes, shardings)
             self.gradients = summed_gradients(
@@ -189,10 +195,13 @@ class Trainer:
 
     def fit(
         self,
-        train: Examples | Source,
+        train: Examples | Source | None = None,
         valid: Examples | None = None,
         score: Score | None = None,
         best: tuple[str, Literal["min", "max"]] | None = None,
+        *,
+        step: Iteration | None = None,
+        extra: Any = (),
     ) -> dict[str, Any]:
         """Trains to the end of the run, evaluating and saving on the way.
 
@@ -207,6 +216,11 @@ class Trainer:
           valid: examples to evaluate, and to predict where there is a `score`.
           score: (outputs, examples) -> metrics of the predictions.
           best: a metric of the evaluation and "min" or "max": which checkpoint is the best one.
+          step: in place of `train`, for what is compiled as a whole: a pure function
+            (state, extra) -> ((state, extra), metrics) that makes its own batches and does some
+            optimizer steps with `self.step`. States may be stacked along a first axis.
+          extra: what it carries besides the state, a pytree of arrays; saved and restored with it,
+            and afterwards in `self.extra`.
 
         Returns:
           {"steps", "seconds", "train", "valid", "best"}: the last three are metrics, the latest
@@ -224,7 +238,17 @@ class Trainer:
             raise UserError(f'best={best!r} must be a metric and "min" or "max": ("loss", "min").')
         if self.options.replay:
             raise Ended(replay(self, Path(self.options.replay)))
-        return Loop(self, train, valid, score, Best(*best) if best else None).run()
+        which = Best(*best) if best else None
+        if (train is None) == (step is None):
+            raise UserError("To fit, give either training data or a step that makes its own.")
+        if train is not None:
+            return Loop(self, train, valid, score, which).run()
+        assert step is not None, "one of them is given"
+        loop = CompiledLoop(self, step, extra, valid, score, which)
+        try:
+            return loop.run()
+        finally:
+            self.extra = loop.extra
 
     def evaluate(self, examples: Examples) -> Metrics:
         """The exact weighted averages of loss and metrics over all examples, and what
@@ -268,23 +292,22 @@ class Trainer:
             outputs += [jax.tree.map(lambda x, i=i: x[i], out) for i in range(len(rows))]
         return outputs
 
-    def predict_step(self, params: Any, batch: Mapping[str, Any], keys: jax.Array) -> Any:
-        """`predict` jitted, on collated arrays, for loops such as rollouts.
+    def predict_step(
+        self, params: Any, batch: Mapping[str, Any], keys: jax.Array | np.ndarray
+    ) -> Any:
+        """`predict` jitted, on a few collated rows, for loops such as rollouts.
 
         Args:
           params: the parameters, such as `trainer.state.params`.
           batch: arrays [B, ...], the same on every process; rows are padded to the devices.
-          keys: [B] keys, which the caller makes.
+          keys: [B] keys, which the caller makes, or their data [B, ...] as a NumPy array.
 
         Returns:
           A pytree of NumPy arrays [B, ...], on every process.
         """
-        layout = self._flat(len(keys))
-        rows = layout.place(np.arange(len(keys)))
-        arrays = {key: array[rows] for key, array in check_batch(batch, len(keys)).items()}
-        data = layout.to_global(np.asarray(jax.random.key_data(keys))[rows])
-        out = jax.device_get(self._outputs_jit(params, layout.batch(arrays, len(keys)), data))
-        return jax.tree.map(lambda x: x[: len(keys)], out)
+        data = keys if isinstance(keys, np.ndarray) else np.asarray(jax.random.key_data(keys))
+        out = self._few_jit(params, check_batch(batch, len(data)), data)
+        return jax.tree.map(np.asarray, out)
 
     def figures(self, metrics: Metrics) -> Metrics:
         """Metrics, the loss first, and what `summarize` makes of them."""
@@ -298,12 +321,38 @@ class Trainer:
         sums: Arrays = scan_sum(lambda _, rows: self._sums(params, rows, None), batch)
         return sums
 
-    def _outputs(self, params: Any, batch: Batch, key_data: jax.Array) -> Any:
-        """Outputs [B, ...] of a batch [1, B, ...] with the data of its keys [1, B, ...]."""
+    def outputs(self, params: Any, rows: Batch, keys: jax.Array) -> Any:
+        """`predict`, pure and not jitted, usable under scan and vmap, in the type to compute in.
+
+        Args:
+          params: the parameters.
+          rows: arrays [B, ...], with a boolean `row_mask` [B].
+          keys: [B].
+
+        Returns:
+          A pytree of arrays [B, ...].
+        """
         if self.predict_fn is None:
             raise UserError("This trainer has no predict function: give it one.")
+        return self.predict_fn(cast(params, self.dtype), rows, keys)
+
+    def _outputs(self, params: Any, batch: Batch, key_data: jax.Array) -> Any:
+        """Outputs [B, ...] of a batch [1, B, ...] with the data of its keys [1, B, ...]."""
         rows, key_data = jax.tree.map(lambda x: x[0], (batch, key_data))
-        return self.predict_fn(cast(params, self.dtype), rows, jax.random.wrap_key_data(key_data))
+        return self.outputs(params, rows, jax.random.wrap_key_data(key_data))
+
+    def _few(self, params: Any, batch: Batch, key_data: jax.Array) -> Any:
+        """Outputs [B, ...] of rows [B, ...] with the data of their keys, all on every device."""
+        layout = self._flat(len(key_data))
+
+        def split(x: jax.Array) -> jax.Array:
+            padded = jnp.pad(x, [(0, layout.width - len(x))] + [(0, 0)] * (x.ndim - 1), mode="edge")
+            return jax.lax.with_sharding_constraint(padded[None], layout.sharding)
+
+        mask = jnp.arange(layout.width)[None] < len(key_data)
+        rows = {name: split(x) for name, x in batch.items()} | {"row_mask": mask}
+        out = self._outputs(params, rows, split(key_data))
+        return jax.tree.map(lambda x: x[: len(key_data)], out)
 
     def _traced(self, params: Any, example: Examples) -> tuple[Callable[..., Any], Any, Any]:
         """Checks what loss and predict return on the shapes of one microbatch.

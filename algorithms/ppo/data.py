@@ -21,7 +21,7 @@ from core import UserError
 from core.errors import at_least
 from core.step import stream
 
-from .environments import Act, checked, seed_of, spaces_of, to_env, wrapped
+from .environments import Act, checked, seed_of, spaces_of, to_env
 from .ppo import gae
 
 ROLLOUTS = 3  # a stream of randomness beside those that the core draws from the seed, 0 to 2
@@ -166,9 +166,9 @@ class Rollouts:
         steps = []
         data = np.asarray(self._key_data(self.seed, epoch // self.options.passes))
         for time in range(self.options.num_steps):
-            steps.append(self._step(params, wrapped(data[time])))
+            steps.append(self._step(params, data[time]))
         batch = {"observation": seen(self.observation, self.observed)}
-        end = self.act(params, batch, wrapped(data[-1]))
+        end = self.act(params, batch, data[-1])
         rollout = {name: np.stack([step[name] for step in steps]) for name in steps[0]}
         return self._rows(rollout, end["value"])
 
@@ -179,7 +179,7 @@ class Rollouts:
         self.returns = np.zeros(self.envs.num_envs)  # of the episodes under way
         self.discounted = np.zeros(self.envs.num_envs)  # sums of rewards so far
 
-    def _step(self, params: Any, keys: jax.Array) -> dict[str, np.ndarray]:
+    def _step(self, params: Any, keys: np.ndarray) -> dict[str, np.ndarray]:
         """One step of all environments."""
         real = ~self.ended
         if self.observed is not None:

@@ -24,9 +24,6 @@ MODES = {"auto": None, "vector": "vector_entry_point", "sync": "sync", "async": 
 # (params, batch, keys) -> outputs of `ppo.predict`, such as `trainer.predict_step`.
 Act = Callable[[Any, Any, Any], Any]
 
-# Keys are made many at once: what makes them is compiled once, and a step only wraps their data.
-wrapped = jax.jit(jax.random.wrap_key_data)
-
 
 @dataclasses.dataclass(frozen=True)
 class Spaces:
@@ -160,7 +157,7 @@ def evaluate(
     returns, going, time = np.zeros(envs.num_envs), np.ones(envs.num_envs, bool), 0
     while going.any():
         seen = see(checked(observation, time))
-        out = act(params, {"observation": seen}, wrapped(np.asarray(keys(time))))
+        out = act(params, {"observation": seen}, np.asarray(keys(time)))
         action = to_env(out["action"], envs.single_action_space)
         observation, reward, terminated, truncated, _ = envs.step(action)
         returns += np.where(going, np.asarray(reward), 0)
