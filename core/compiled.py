@@ -66,6 +66,11 @@ class CompiledLoop(Loop):
         while self.at.step < self.total:
             yield {}, 0, False
 
+    def _step(self, batch: Batch, rows: int, epoch_ends: bool) -> bool:
+        last = super()._step(batch, rows, epoch_ends)
+        self._log()  # at once, since nothing else is under way
+        return last
+
     def _advance(self, batch: Batch) -> Arrays:
         carry = (self.trainer.state, self.extra)
         (self.trainer.state, self.extra), metrics = self.iterate(carry)

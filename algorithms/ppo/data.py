@@ -11,7 +11,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -27,7 +27,6 @@ from .ppo import gae
 ROLLOUTS = 3  # a stream of randomness beside those that the core draws from the seed, 0 to 2
 RECENT = 100  # episodes that the mean return is taken over
 STATISTICS = "statistics.json"  # of a run's observations, in its folder
-ROUNDING = 1e-14  # of a variance, beside the square of the mean
 LIMIT = 10.0  # of normalised observations and rewards
 
 Say = Callable[[str], None]
@@ -38,7 +37,8 @@ _gae = jax.jit(gae)
 @dataclasses.dataclass(frozen=True)
 class RolloutOptions:
     env: str = "CartPole-v1"
-    """Gymnasium's id of the environment; MODULE:ID imports the module first."""
+    """Gymnasium's id of the environment; MODULE:ID imports the module first, and gymnax:ID is
+    one of gymnax's, written in JAX, for which the whole of training is compiled."""
     num_envs: int = 4
     """Environments that are stepped together."""
     num_steps: int = 128
@@ -66,40 +66,42 @@ class RolloutOptions:
                 raise UserError(f"{name} {getattr(self, name)} is out of range: 0 to 1.")
 
 
-class Moments:
-    """Mean and variance of all that was seen, in double precision (Chan et al. 1979)."""
+class Moments(NamedTuple):
+    """Mean and variance of all that was seen (Chan et al. 1979), of NumPy's arrays or of JAX's."""
 
-    def __init__(self, *shape: int):
-        self.number, self.mean, self.squares = 0.0, np.zeros(shape), np.zeros(shape)
+    number: Any
+    """Of values, 0 at first."""
+    mean: Any
+    squares: Any
+    """Sum of squared differences from the mean."""
 
-    def update(self, x: np.ndarray) -> None:
-        """Adds n values, x [n, ...]."""
+    def added(self, x: Any) -> "Moments":
+        """Those with n values more, x [n, ...], in the type of the mean."""
         if not len(x):
-            return
-        x = x.astype(np.float64)
-        mean, total = x.mean(axis=0), self.number + len(x)
-        between = np.square(mean - self.mean) * (self.number * len(x) / total)
-        self.squares = self.squares + np.square(x - mean).sum(axis=0) + between
-        self.mean = self.mean + (mean - self.mean) * (len(x) / total)
-        self.number = total
+            return self
+        x, n, total = x.astype(self.mean.dtype), len(x), self.number + len(x)
+        mean = x.mean(axis=0)
+        between = (mean - self.mean) ** 2 * (self.number * n / total)
+        squares = self.squares + ((x - mean) ** 2).sum(axis=0) + between
+        return Moments(total, self.mean + (mean - self.mean) * (n / total), squares)
 
-    def deviation(self) -> np.ndarray:
+    def deviation(self) -> Any:
         """1 before anything was seen, and where all was equal, but for rounding."""
-        variance = self.squares / max(self.number, 1.0)
-        return np.sqrt(np.where(variance > ROUNDING * np.square(self.mean), variance, 1.0))
+        variance = self.squares / (self.number + (self.number == 0))
+        rounding = max(1e-14, (100 * float(np.finfo(self.mean.dtype).eps)) ** 2)
+        varies = variance > rounding * self.mean**2
+        return (variance * varies + ~varies) ** 0.5
 
-    def state(self) -> dict[str, Any]:
-        return {"number": self.number, "mean": self.mean, "squares": self.squares}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self.number = float(state["number"])
-        self.mean, self.squares = (np.asarray(state[name]) for name in ("mean", "squares"))
-
-    def scaled(self, x: np.ndarray) -> np.ndarray:
-        return np.clip((x - self.mean) / self.deviation(), -LIMIT, LIMIT)
+    def scaled(self, x: Any) -> Any:
+        return ((x - self.mean) / self.deviation()).clip(-LIMIT, LIMIT)
 
 
-def seen(observation: np.ndarray, moments: Moments | None) -> np.ndarray:
+def nothing_seen(*shape: int) -> Moments:
+    """Moments of values of this shape, in double precision."""
+    return Moments(0.0, np.zeros(shape), np.zeros(shape))
+
+
+def seen(observation: Any, moments: Moments | None) -> Any:
     """Observations as the networks see them, float32."""
     scaled = observation if moments is None else moments.scaled(observation)
     return scaled.astype(np.float32)
@@ -122,8 +124,8 @@ class Rollouts:
         self.envs, self.act, self.options = envs, act, options
         self.seed, self.say = seed, say
         size = spaces_of(envs).size
-        self.observed = Moments(size) if options.normalize_observations else None
-        self.rewarded = Moments() if options.normalize_rewards else None
+        self.observed = nothing_seen(size) if options.normalize_observations else None
+        self.rewarded = nothing_seen() if options.normalize_rewards else None
         self.recent: deque[float] = deque(maxlen=RECENT)
         self.epoch, self.rollout = -1, dict[str, np.ndarray]()
         self.observation = np.empty(0)  # empty: no episode is under way
@@ -143,16 +145,16 @@ class Rollouts:
         environment."""
         over = (self.epoch + 1) % self.options.passes == 0
         kept = {"observed": self.observed, "rewarded": self.rewarded}
-        return {name: moments and moments.state() for name, moments in kept.items()} | {
+        return {name: moments and moments._asdict() for name, moments in kept.items()} | {
             "recent": list(self.recent),
             "epoch": self.epoch,
             "rollout": {} if over else self.rollout,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        for moments, name in ((self.observed, "observed"), (self.rewarded, "rewarded")):
-            if moments is not None:
-                moments.restore(state[name])
+        self.observed, self.rewarded = (
+            state[name] and Moments(**state[name]) for name in ("observed", "rewarded")
+        )
         self.recent.extend(state["recent"])
         self.epoch, self.rollout, self.observation = state["epoch"], state["rollout"], np.empty(0)
         self.say(
@@ -183,7 +185,7 @@ class Rollouts:
         """One step of all environments."""
         real = ~self.ended
         if self.observed is not None:
-            self.observed.update(self.observation[real])
+            self.observed = self.observed.added(self.observation[real])
         batch = {"observation": seen(self.observation, self.observed)}
         out = self.act(params, batch, keys)
         action = to_env(out["action"], self.envs.single_action_space)
@@ -201,7 +203,7 @@ class Rollouts:
         self.returns += reward
         if self.rewarded is not None:
             self.discounted = self.discounted * self.options.gamma + reward
-            self.rewarded.update(self.discounted[real])
+            self.rewarded = self.rewarded.added(self.discounted[real])
             reward = np.clip(reward / self.rewarded.deviation(), -LIMIT, LIMIT)
             self.discounted[self.ended] = 0
         if self.ended.any():

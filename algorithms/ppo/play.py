@@ -86,9 +86,10 @@ def statistics(folder: str, size: int) -> Moments:
     Raises:
       UserError: the run has none.
     """
-    moments, path = Moments(size), Path(folder) / STATISTICS
+    path = Path(folder) / STATISTICS
     try:
-        moments.restore(json.loads(path.read_text()))
+        kept = json.loads(path.read_text())
+        moments = Moments(*(np.asarray(kept[name]) for name in Moments._fields))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{path} cannot be read ({error}): it is written at the end of a run, so let the run "

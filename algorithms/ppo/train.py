@@ -5,9 +5,12 @@ python -m algorithms.ppo.train
 
 import dataclasses
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
+import jax
+import jax.numpy as jnp
 import tyro
+from gymnasium.vector import VectorEnv
 
 from core import Trainer, UserError
 from core.errors import at_least
@@ -16,7 +19,17 @@ from core.report import ReportOptions
 from core.run import Run, RunOptions, launch
 
 from . import ppo
-from .data import STATISTICS, RolloutOptions, Rollouts, seen
+from .compiled import (
+    PREFIX,
+    JaxEnv,
+    begin,
+    evaluate_jax,
+    iteration,
+    make_jax_env,
+    side_by_side,
+    stacked,
+)
+from .data import STATISTICS, Moments, RolloutOptions, Rollouts, seen
 from .environments import described, evaluate, make_envs, seed_of, spaces_of
 from .model import build
 
@@ -42,7 +55,7 @@ class Config:
     """Width of the networks."""
     clip: float = 0.2
     """How far the probability of an action may move, as a ratio, before its gain counts no more."""
-    clip_values: bool = False
+    clip_values: bool = True
     """Clip by the same number how far values move."""
     value_weight: float = 0.5
     """Weight of the loss of the values."""
@@ -50,13 +63,15 @@ class Config:
     """Weight of the policy's entropy, which keeps it exploring."""
     episodes: int = 100
     """Episodes to evaluate at the end."""
+    seeds: int = 1
+    """Agents that are trained side by side, from --seed on, in an environment written in JAX."""
     optimizer: AdamWOptions = AdamWOptions(1e-3, schedule="linear", eps=1e-5)
     run: Annotated[Options, tyro.conf.arg(name="")] = Options(
         clip_norm=0.5, save_every=1000, report=ReportOptions(log_every=16)
     )
 
     def __post_init__(self) -> None:
-        for name in ("timesteps", "minibatches", "hidden"):
+        for name in ("timesteps", "minibatches", "hidden", "seeds"):
             at_least(self, name, 1)
         for name in ("clip", "value_weight", "entropy_weight", "episodes"):
             at_least(self, name, 0)
@@ -66,6 +81,16 @@ class Config:
                 f"{self.rows} transitions, which do not divide into {self.minibatches} equal "
                 "minibatches: change --num-steps, --num-envs or --minibatches."
             )
+
+        if self.seeds > 1 and not self.rollout.env.startswith(PREFIX):
+            raise UserError(
+                f"--seeds {self.seeds} is for environments written in JAX, such as "
+                "gymnax:CartPole-v1: here, train one seed after the other, each with its --seed."
+            )
+
+    def envs(self, number: int) -> VectorEnv:
+        """So many of Gymnasium's environments, stepped together."""
+        return make_envs(self.rollout.env, number, self.rollout.vectorization)
 
     @property
     def rows(self) -> int:
@@ -81,10 +106,12 @@ class Config:
 
 
 def main(config: Config) -> None:
-    envs = make_envs(config.rollout.env, config.rollout.num_envs, config.rollout.vectorization)
-    spaces = spaces_of(envs)
+    env, in_jax = config.rollout.env, config.rollout.env.startswith(PREFIX)
+    envs: Any = make_jax_env(env) if in_jax else config.envs(config.rollout.num_envs)
+    spaces = envs.spaces() if in_jax else spaces_of(envs)
     run = Run("ppo", config)
     model, init = build(spaces.size, spaces.actions, spaces.discrete, config.hidden)
+    optimizer = config.optimizer.build(config.options.steps)
     trainer = Trainer(
         ppo.collate,
         partial(
@@ -97,7 +124,7 @@ def main(config: Config) -> None:
         ),
         partial(ppo.predict, model=model),
         init,
-        config.optimizer.build(config.options.steps),
+        optimizer,
         run.mesh,
         spaces.example(),
         options=config.options,
@@ -108,21 +135,44 @@ def main(config: Config) -> None:
         unit="steps",
         show=("mean_return", "entropy"),
     )
-    act = trainer.predict_step
-    source = Rollouts(envs, act, config.rollout, config.run.seed, run.say)
-    result = trainer.fit(source)
-    envs.close()
-    if source.observed is not None:
-        run.write(STATISTICS, source.observed.state())
+    if in_jax:
+        result, moments = fit_compiled(config, trainer, envs, init, optimizer)
+    else:
+        source = Rollouts(envs, trainer.predict_step, config.rollout, config.run.seed, run.say)
+        result, moments = trainer.fit(source), source.observed
+        envs.close()
+    if moments is not None:
+        run.write(STATISTICS, moments._asdict())
     if config.episodes:
         # On seeds that training does not use.
-        held_out = make_envs(config.rollout.env, config.episodes, config.rollout.vectorization)
-        see = partial(seen, moments=source.observed)
         seed = seed_of(config.run.seed, 0, 1)
-        result |= {"held_out": evaluate(held_out, act, trainer.state.params, see, seed)}
-        held_out.close()
+        if in_jax:
+            result["held_out"] = evaluate_jax(
+                envs, trainer.outputs, trainer.state.params, moments, config.episodes, seed
+            )
+        else:
+            held_out, see = config.envs(config.episodes), partial(seen, moments=moments)
+            act, params = trainer.predict_step, trainer.state.params
+            result["held_out"] = evaluate(held_out, act, params, see, seed)
+            held_out.close()
         run.say(f"held out: {described(result['held_out'])}")
     run.finish(result)
+
+
+def fit_compiled(
+    config: Config, trainer: Trainer, env: JaxEnv, init: Any, optimizer: Any
+) -> tuple[dict[str, Any], Moments | None]:
+    """Trains one agent, or several side by side; returns how it went and the moments they saw."""
+    step = partial(iteration, trainer=trainer, env=env, options=config.rollout)
+    start = partial(begin, env, config.rollout)
+    if config.seeds == 1:
+        result = trainer.fit(step=step, extra=jax.jit(start)(config.run.seed))
+    else:
+        seeds = config.run.seed + jnp.arange(config.seeds)
+        trainer.state = stacked(trainer.state, init, optimizer, seeds)
+        extra = jax.jit(jax.vmap(start))(seeds)
+        result = trainer.fit(step=side_by_side(step), extra=extra)
+    return result, trainer.extra.get("observed")
 
 
 if __name__ == "__main__":

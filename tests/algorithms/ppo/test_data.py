@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from algorithms.ppo.data import Moments, RolloutOptions, Rollouts, seen
+from algorithms.ppo.data import RolloutOptions, Rollouts, nothing_seen, seen
 from algorithms.ppo.environments import checked, evaluate, make_envs, spaces_of, to_env
 from core import UserError
 from core.encoding import decoded, encoded
@@ -105,10 +105,10 @@ def test_a_source_goes_on_from_its_state():
 
 
 def test_running_moments_are_those_of_all_that_was_seen():
-    rng, moments = np.random.default_rng(0), Moments(3)
+    rng, moments = np.random.default_rng(0), nothing_seen(3)
     parts = [1e6 + rng.normal(2, 5, size=(n, 3)) for n in (4, 0, 1, 30)]
     for part in parts:
-        moments.update(part)
+        moments = moments.added(part)
     x = np.concatenate(parts)
     np.testing.assert_allclose(moments.mean, x.mean(0), rtol=1e-12)
     np.testing.assert_allclose(moments.deviation(), x.std(0), rtol=1e-9)
@@ -116,11 +116,11 @@ def test_running_moments_are_those_of_all_that_was_seen():
 
 
 def test_what_does_not_vary_is_only_shifted():
-    moments = Moments(1)
+    moments = nothing_seen(1)
     for _ in range(100):
-        moments.update(np.full((3, 1), 0.1))
+        moments = moments.added(np.full((3, 1), 0.1))
     assert moments.deviation() == 1 and abs(moments.scaled(np.array([0.1]))[0]) < 1e-12
-    assert Moments(1).deviation() == 1
+    assert nothing_seen(1).deviation() == 1
 
 
 def test_ignored_transitions_enter_no_statistics():
@@ -212,4 +212,4 @@ def test_an_observation_that_is_not_finite_is_named_with_environment_and_step():
 
 def test_observations_are_seen_in_single_precision():
     assert seen(np.array([[1e3]]), None).dtype == np.float32
-    assert abs(seen(np.array([[1e9]]), Moments(1))) == 10
+    assert abs(seen(np.array([[1e9]]), nothing_seen(1))) == 10
