@@ -38,9 +38,10 @@ $(VENV)/lint: requirements/lint.txt $(VENV)/runtime$(JAX)
 	$(VENV)/bin/python $(PIP) -r requirements/lint.txt
 	@touch $@
 
-$(HEAVY)/all: $(STAMPS) requirements/test.txt requirements/heavy.txt
+$(HEAVY)/all: $(STAMPS) requirements/test.txt requirements/heavy.txt requirements/no-deps.txt
 	$(call make-env,$(HEAVY))
 	$(HEAVY)/bin/python $(PIP) -r requirements/runtime.txt -r requirements/test.txt -r requirements/heavy.txt
+	$(HEAVY)/bin/python $(PIP) --no-deps -r requirements/no-deps.txt
 	@touch $@
 
 # An environment made by another Python than the one chosen is used as it is.

@@ -46,7 +46,7 @@ class CompiledLoop(Loop):
             )
         whole = NamedSharding(trainer.mesh, PartitionSpec())
         # A copy, since it is donated: the caller's stays the caller's.
-        self.extra = jax.jit(lambda x: jax.tree.map(jnp.copy, x), out_shardings=whole)(extra)
+        self.extra = jax.device_put(jax.tree.map(jnp.copy, extra), whole)
         carry = (trainer.state, self.extra)
         _check_iteration(iteration, carry)
 
@@ -72,6 +72,7 @@ class CompiledLoop(Loop):
         return last
 
     def _advance(self, batch: Batch) -> Arrays:
+        metrics: Arrays
         carry = (self.trainer.state, self.extra)
         (self.trainer.state, self.extra), metrics = self.iterate(carry)
         done = highest(self.trainer.state.step) - self.before

@@ -14,10 +14,14 @@ if TYPE_CHECKING:
 Points = np.ndarray[tuple[int, int], np.dtype[np.float64]]  # [N, 2]: step, value
 
 NOT_DRAWN = {"step", "split", "time", "weight"}
+DEVIATION = "_deviation"  # ends the name of a metric that is the deviation of another
 
 
 def draw_curves(rows: Iterable[Mapping[str, Any]], path: Path, first: Sequence[str] = ()) -> None:
-    """Draws a PNG with a panel for each of up to six metrics: these first, then validated ones."""
+    """Draws a PNG with a panel for each of up to six metrics: these first, then validated ones.
+
+    A metric's deviation, as where several agents are trained side by side, is a band around it.
+    """
     from matplotlib.figure import Figure  # slow to import; without pyplot, no global state
 
     series: dict[str, dict[str, array[float]]] = {}  # metric, split -> step, value, step, value, ..
@@ -27,6 +31,7 @@ def draw_curves(rows: Iterable[Mapping[str, Any]], path: Path, first: Sequence[s
                 points = series.setdefault(name, {}).setdefault(row["split"], array("d"))
                 points.extend((row["step"], float(row[name])))
     names = [n for n, of in series.items() if any(np.isfinite(p[1::2]).any() for p in of.values())]
+    names = [name for name in names if name.removesuffix(DEVIATION) not in {*names} - {name}]
     names = sorted(names, key=lambda n: (n not in first, series[n].keys() == {"train"}))[:6]
     if not names:
         return
@@ -40,7 +45,14 @@ def draw_curves(rows: Iterable[Mapping[str, Any]], path: Path, first: Sequence[s
         axes = figure.add_subplot(num_rows, num_columns, panel)
         for split, color in colors.items():
             if split in series[name]:
-                _draw_line(axes, np.array(series[name][split]).reshape(-1, 2), split, color)
+                line, band = (
+                    np.array(series.get(of, {}).get(split, ())).reshape(-1, 2)
+                    for of in (name, name + DEVIATION)
+                )
+                _draw_line(axes, line, split, color)
+                if len(band) == len(line):
+                    low, high = (line[:, 1] + sign * band[:, 1] for sign in (-1, 1))
+                    axes.fill_between(line[:, 0], low, high, color=color, alpha=0.2, linewidth=0)
         _style(axes, name)
     figure.savefig(path)
 

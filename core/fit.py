@@ -168,8 +168,8 @@ class Loop:
 
     def _advance(self, batch: Batch) -> dict[str, jax.Array]:
         """Does a step, or begins to; returns its metrics."""
-        trainer = self.trainer
-        trainer.state, metrics = trainer.step_jit(trainer.state, batch)
+        metrics: dict[str, jax.Array]
+        self.trainer.state, metrics = self.trainer.step_jit(self.trainer.state, batch)
         self.at.step += 1
         return metrics
 
@@ -311,9 +311,9 @@ class Loop:
                 f"numbers:\n{table}\nGive those that it has, or another folder."
             )
         messages: list[str] = []
-        target = like(self._carried())
+        wanted, others = like(self._carried())
         jax.tree.map(lambda x: x.delete(), self._carried())  # not both fit into memory
-        params, rest, run = self.checkpoints.restore(*target, messages.append)
+        params, rest, run = self.checkpoints.restore(wanted, others, messages.append)
         self._carry(params, rest)
         self.at = Progress(**run["at"])
         if hasattr(self.train, "restore"):

@@ -46,7 +46,7 @@ class TrainState:
     """Steps without a finite loss and gradient so far, int32."""
 
 
-def stream(seed: int, purpose: int) -> jax.Array:
+def stream(seed: int | jax.Array, purpose: int) -> jax.Array:
     """The key of one stream of randomness."""
     return jax.random.fold_in(jax.random.key(seed), purpose)
 

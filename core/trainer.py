@@ -347,7 +347,8 @@ class Trainer:
 
         def split(x: jax.Array) -> jax.Array:
             padded = jnp.pad(x, [(0, layout.width - len(x))] + [(0, 0)] * (x.ndim - 1), mode="edge")
-            return jax.lax.with_sharding_constraint(padded[None], layout.sharding)
+            spread: jax.Array = jax.lax.with_sharding_constraint(padded[None], layout.sharding)
+            return spread
 
         mask = jnp.arange(layout.width)[None] < len(key_data)
         rows = {name: split(x) for name, x in batch.items()} | {"row_mask": mask}

@@ -116,8 +116,9 @@ def iteration(carry: Any, *, trainer: Trainer, env: JaxEnv, options: RolloutOpti
     order = partial(jax.random.permutation, x=minibatches * size)
     orders = jax.vmap(order)(jax.random.split(order_key, options.passes)).reshape(-1, size)
     state, metrics = jax.lax.scan(update, state, orders)
-    rate = metrics.pop("learning_rate")[-1]
-    return (state, extra), jax.tree.map(jnp.mean, metrics) | {"learning_rate": rate}
+    rate = {"learning_rate": metrics.pop("learning_rate")[-1]}
+    del metrics["first_bad"], metrics["skipped"]  # the core reads them in the state
+    return (state, extra), jax.tree.map(jnp.mean, metrics) | rate
 
 
 def _roll_out(
@@ -198,7 +199,7 @@ def stacked(state: TrainState, init: Any, optimizer: Any, seeds: jax.Array) -> T
         params = init(stream(seed, INIT))
         return dataclasses.replace(state, params=params, opt_state=optimizer.init(params))
 
-    return jax.jit(jax.vmap(one))(seeds)
+    return jax.jit(jax.vmap(one), out_shardings=state.step.sharding)(seeds)
 
 
 def side_by_side(step: Any) -> Any:

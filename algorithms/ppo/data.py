@@ -82,7 +82,7 @@ class Moments(NamedTuple):
         x, n, total = x.astype(self.mean.dtype), len(x), self.number + len(x)
         mean = x.mean(axis=0)
         between = (mean - self.mean) ** 2 * (self.number * n / total)
-        squares = self.squares + ((x - mean) ** 2).sum(axis=0) + between
+        squares = self.squares + ((x - mean[None]) ** 2).sum(axis=0) + between
         return Moments(total, self.mean + (mean - self.mean) * (n / total), squares)
 
     def deviation(self) -> Any:
@@ -93,7 +93,8 @@ class Moments(NamedTuple):
         return (variance * varies + ~varies) ** 0.5
 
     def scaled(self, x: Any) -> Any:
-        return ((x - self.mean) / self.deviation()).clip(-LIMIT, LIMIT)
+        """Values [n, ...] less the mean, over the deviation, within the limit."""
+        return ((x - self.mean[None]) / self.deviation()[None]).clip(-LIMIT, LIMIT)
 
 
 def nothing_seen(*shape: int) -> Moments:

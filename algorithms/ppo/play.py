@@ -13,16 +13,20 @@ from typing import Annotated, Any
 import jax
 import numpy as np
 import tyro
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from PIL import Image
 
 from core import Trainer, TrainOptions, UserError, make_mesh
+from core.checkpoint import Saved
 from core.errors import at_least
 from core.rules import parse_overrides
 from core.run import DeviceOptions, Devices, launch, read_config
 
 from . import ppo, train
+from .compiled import PREFIX, evaluate_jax, make_jax_env
 from .data import STATISTICS, Moments, seen
-from .environments import checked, described, evaluate, make_env, make_envs, spaces_of, to_env
+from .environments import checked, described, evaluate, make_env, spaces_of, to_env
 from .model import build
 
 MOST_FRAMES = 1000
@@ -36,6 +40,8 @@ class Config:
     """Folder of the run."""
     episodes: int = 100
     """Episodes that the mean return is taken over."""
+    agent: int = 0
+    """Which one, of a run of several side by side."""
     greedy: bool = False
     """Take the likeliest action instead of one drawn from the policy."""
     gif: str = "play.gif"
@@ -47,19 +53,21 @@ class Config:
     def __post_init__(self) -> None:
         at_least(self, "episodes", 1)
         at_least(self, "seed", 0)
+        at_least(self, "agent", 0)
 
 
 def main(config: Config) -> None:
     trained = read_config(config.folder, train.Config())
     rollout = trained.rollout
-    envs = make_envs(rollout.env, config.episodes, rollout.vectorization)
-    spaces = spaces_of(envs)
+    in_jax = rollout.env.startswith(PREFIX)
+    envs: Any = make_jax_env(rollout.env) if in_jax else trained.envs(config.episodes)
+    spaces = envs.spaces() if in_jax else spaces_of(envs)
     model, _ = build(spaces.size, spaces.actions, spaces.discrete, trained.hidden)
     trainer = Trainer(
         ppo.collate,
         None,
         partial(ppo.predict, model=model, greedy=config.greedy),
-        config.folder,
+        Agent(config.folder, config.agent, trained.seeds) if trained.seeds > 1 else config.folder,
         None,
         make_mesh(config.run.mesh),
         {"observation": spaces.example()["observation"]},
@@ -67,17 +75,45 @@ def main(config: Config) -> None:
         overrides=parse_overrides(config.run.overrides),
     )
     moments = statistics(config.folder, spaces.size) if rollout.normalize_observations else None
+    if moments is not None and trained.seeds > 1:
+        moments = Moments(*(array[config.agent] for array in moments))
     see = partial(seen, moments=moments)
     act, params = trainer.predict_step, trainer.state.params
-    played = evaluate(envs, act, params, see, config.seed)
-    envs.close()
+    if in_jax:
+        played = evaluate_jax(envs, trainer.outputs, params, moments, config.episodes, config.seed)
+    else:
+        played = evaluate(envs, act, params, see, config.seed)
+        envs.close()
     print(described(played))
     if config.gif and jax.process_index() == 0:
         path = Path(config.folder) / config.gif
-        images, fps = frames(rollout.env, partial(act, params), see, config.seed)
+        # (Those of gymnax are copies of Gymnasium's, which have pictures.)
+        env = rollout.env.removeprefix(PREFIX)
+        images, fps = frames(env, partial(act, params), see, config.seed)
         first, *rest = images
         first.save(path, save_all=True, append_images=rest, duration=1000 / fps, loop=0)
         print(f"An episode is shown in {path}")
+
+
+class Agent:
+    """The weights of one agent, of a run of several side by side."""
+
+    def __init__(self, folder: str, agent: int, agents: int):
+        if agent >= agents:
+            raise UserError(f"agent {agent} is not in the run: it has 0 to {agents - 1}.")
+        self.saved, self.agent = Saved(folder), agent
+
+    def shapes(self) -> Any:
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.saved.shapes()
+        )
+
+    def load(self, shardings: Any) -> Any:
+        return jax.tree.map(
+            lambda x, sharding: jax.device_put(x[self.agent], sharding),
+            self.saved.load(jax.tree.map(lambda x: NamedSharding(x.mesh, P()), shardings)),
+            shardings,
+        )
 
 
 def statistics(folder: str, size: int) -> Moments:
