@@ -6,11 +6,12 @@ data moves between devices, and what a microbatch holds does not depend on how m
 """
 
 import functools
+import itertools
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -26,8 +27,8 @@ Examples = Sequence[Any] | Mapping[str, np.ndarray]
 Collate = Callable[[Any], Mapping[str, np.ndarray]]
 Batch = dict[str, jax.Array]
 
-# Batches are collated this far ahead of the device, and handed over one by one, except tiny ones:
-# as many as are ready in so many seconds, since to wake a thread for each would cost more.
+# Batches are collated this far ahead of the device, except where the first ones take less than so
+# many seconds: there, to wait for a thread would take longer.
 AHEAD = 2
 MOMENT = 0.001
 
@@ -143,8 +144,8 @@ def batches(
 ) -> Iterator[Batch]:
     """Global batches of the given rows in the given order, all of them, the last one padded.
 
-    Reading and collating run ahead in a background thread; an error there surfaces here, with the
-    index of the example that caused it.
+    Reading and collating run ahead in a background thread, unless they are a matter of a moment;
+    an error there surfaces here, with the index of the example that caused it.
     """
 
     _agree(len(rows), name)
@@ -163,20 +164,24 @@ def batches(
                 )
         return layout.batch(arrays, len(step))
 
-    def build_some() -> list[Batch]:
-        """The next batch, and those after it that are ready within a moment."""
-        some, end = [], time.monotonic() + MOMENT
-        for start in starts:
-            some.append(build(start))
-            if time.monotonic() > end:
-                break
-        return some
-
+    ahead: deque[Future[Batch]] = deque()
     with ThreadPoolExecutor(1, thread_name_prefix="collate") as pool:
-        ahead = deque(pool.submit(build_some) for _ in range(AHEAD))
-        while ready := ahead.popleft().result():
-            ahead.append(pool.submit(build_some))
-            yield from ready
+
+        def begin(number: int) -> None:
+            ahead.extend(pool.submit(build, start) for start in itertools.islice(starts, number))
+
+        for start in starts:
+            began = time.monotonic()
+            batch = build(start)
+            if time.monotonic() - began > MOMENT:
+                begin(AHEAD)
+            yield batch
+            if ahead:
+                break
+        while ahead:
+            batch = ahead.popleft().result()
+            begin(1)
+            yield batch
 
 
 def _agree(rows: int, name: str) -> None:
