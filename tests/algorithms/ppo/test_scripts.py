@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -31,11 +33,13 @@ def script(name, *arguments):
     )
 
 
+PENDULUM = ["--env", "Pendulum-v1", "--normalize-observations", "--normalize-rewards"]
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "one"
-    options = ["--env", "Pendulum-v1", "--normalize-observations", "--normalize-rewards"]
-    done = script("train", *SMALL, *options, "--folder", folder, "--simulate-devices", 2)
+    done = script("train", *SMALL, *PENDULUM, "--folder", folder, "--simulate-devices", 2)
     assert done.returncode == 0, done.stderr
     return folder, done
 
@@ -52,6 +56,24 @@ def test_a_run_leaves_a_complete_folder(trained):
     assert summary["train"]["mean_return"] < 0
     assert "held out: 3 episodes, mean return -" in done.stdout
     assert len(json.loads((folder / "statistics.json").read_text())["mean"]) == 3
+
+
+def test_two_processes_step_the_same_environments_and_learn_the_same(trained, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    hosts = ["--folder", tmp_path, "--hosts.count", 2, "--hosts.address", address]
+    with ThreadPoolExecutor(2) as pool:
+        runs = [
+            pool.submit(script, "train", *SMALL, *PENDULUM, *hosts, "--hosts.index", index)
+            for index in range(2)
+        ]
+    assert all(run.result().returncode == 0 for run in runs), runs[0].result().stderr
+    one, two = (json.loads((f / "summary.json").read_text()) for f in (trained[0], tmp_path))
+    for name, value in one["train"].items():
+        if name != "steps_per_second":
+            assert two["train"][name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+    assert two["held_out"]["mean_return"] == pytest.approx(one["held_out"]["mean_return"], rel=1e-3)
 
 
 def test_a_finished_run_plays_without_a_display(trained):
