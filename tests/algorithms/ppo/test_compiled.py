@@ -236,6 +236,17 @@ def test_one_device_equals_eight(x64):
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
 
 
+def test_all_that_is_random_depends_on_the_seed_and_on_the_step():
+    one = made(iterations=1)
+    step = partial(iteration, trainer=one.trainer, env=one.env, options=one.options)
+    step, state = jax.jit(step), one.trainer.state
+    later = dataclasses.replace(state, step=state.step + 16)
+    extras = [begin(one.env, one.options, seed) for seed in (0, 1)]
+    cases = [(state, extras[0]), (state, extras[0]), (state, extras[1]), (later, extras[0])]
+    losses = [float(step(case)[1]["loss"]) for case in cases]
+    assert losses[0] == losses[1] and len(set(losses)) == 3
+
+
 def test_agents_side_by_side_are_those_that_are_trained_alone(x64):
     seeds = jnp.arange(2) + 4
     one = made(iterations=2)
