@@ -65,8 +65,8 @@ def make_jax_env(env: str) -> JaxEnv:
         return JaxEnv(*gymnax.make(env.removeprefix(PREFIX)))
     except ImportError as error:
         raise UserError(
-            f"{env} needs gymnax ({error}): pip install --no-deps gymnax==1.0.1 six seaborn ("
-            "dependencies, since it asks for an older Gymnasium, which it does not need)."
+            f"{env} needs gymnax ({error}): pip install --no-deps gymnax==1.0.1 six seaborn "
+            "(without dependencies, since it asks for an older Gymnasium, which it does not need)."
         ) from error
     except ValueError as error:
         raise UserError(f"The environment {env} cannot be made ({error}).") from error
