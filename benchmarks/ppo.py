@@ -2,7 +2,7 @@
 
     python -m benchmarks.ppo        (needs stable-baselines3, torch and gymnax: see requirements/)
 
-Both train with CleanRL's settings; compilation and first rollouts are left out. They take turns,
+Both train with the script's settings; compilation and first rollouts are left out. They take turns,
 so that a machine which is slower for a while is so for both; medians of the ratios are shown. The
 compiled path runs gymnax's CartPole. The aims: 2.5 times with 4 environments, 4 times with 64, and
 200,000 steps a second compiled, on a core where stable-baselines3 makes 9,600 with 4 environments:
@@ -10,19 +10,16 @@ compiled path runs gymnax's CartPole. The aims: 2.5 times with 4 environments, 4
 """
 
 import dataclasses
-import statistics
 import time
 from functools import partial
+from statistics import median
 
 import jax
 import tyro
 
-from algorithms.ppo import compiled, ppo
+from algorithms.ppo import compiled, train
 from algorithms.ppo.data import RolloutOptions, Rollouts
-from algorithms.ppo.environments import make_envs, spaces_of
-from algorithms.ppo.model import build
-from algorithms.ppo.train import Config as Training
-from core import Trainer, TrainOptions, make_mesh
+from core import make_mesh
 from core.report import ReportOptions
 
 ENV = "CartPole-v1"
@@ -43,32 +40,17 @@ class Ours:
     """Trains so many rollouts at a time, and measures where the time goes."""
 
     def __init__(self, num_envs: int, in_jax: bool = False):
-        self.options = RolloutOptions(ENV, num_envs=num_envs)
-        training = Training(self.options)
-        self.env = compiled.make_jax_env(compiled.PREFIX + ENV) if in_jax else None
-        self.envs = None if in_jax else make_envs(ENV, num_envs)
-        spaces = self.env.spaces() if in_jax else spaces_of(self.envs)
-        model, init = build(spaces.size, spaces.actions, spaces.discrete, training.hidden)
-        self.size = training.options.batch_size
-        self.updates = self.options.passes * training.minibatches
-        bound = {"clip": 0.2, "value_weight": 0.5, "entropy_weight": 0.01, "clip_values": True}
-        self.make = lambda rollouts: Trainer(
-            ppo.collate,
-            partial(ppo.loss, model=model, **bound),
-            partial(ppo.predict, model=model),
-            init,
-            training.optimizer.build(10**6),
-            make_mesh(),
-            spaces.example(),
-            options=TrainOptions(
-                steps=rollouts * self.updates,
-                batch_size=self.size,
-                clip_norm=0.5,
-                report=ReportOptions(log_every=10**6, quiet=True),
-            ),
-            whole_batch=True,
-        )
+        self.options = RolloutOptions(compiled.PREFIX * in_jax + ENV, num_envs=num_envs)
+        self.in_jax = in_jax
+        self.envs = self.config(1).envs(num_envs)
         self.seconds = {"environments": 0.0, "policy": 0.0}
+
+    def config(self, rollouts: int) -> train.Config:
+        """Of a run of so many rollouts."""
+        quiet = ReportOptions(log_every=10**6, quiet=True)
+        options = dataclasses.replace(train.Config().run, report=quiet)
+        steps = rollouts * self.options.num_envs * self.options.num_steps
+        return train.Config(self.options, timesteps=steps, run=options)
 
     def timed(self, name: str, call):
         def measured(*args):
@@ -80,12 +62,13 @@ class Ours:
         return measured
 
     def speed(self, rollouts: int) -> float:
-        """Steps per second of this many rollouts; the first one compiles and is not counted."""
-        trainer, marks = self.make(rollouts + 2), []
-        if self.env is None:
+        """Steps per second of so many rollouts; two more before them compile, and do not count."""
+        config, marks = self.config(rollouts + 2), []
+        trainer, *_ = train.make_trainer(config, train.spaces(self.envs), make_mesh())
+        if not self.in_jax:
             act = self.timed("policy", trainer.predict_step)
             source = Rollouts(self.envs, act, self.options, 0, print)
-            step, source.envs = self.envs.step, self.envs
+            step = self.envs.step
             self.envs.step = self.timed("environments", step)
 
             def marked(epoch, params):
@@ -99,9 +82,9 @@ class Ours:
             self.envs.step = step
         else:
             iteration = partial(
-                compiled.iteration, trainer=trainer, env=self.env, options=self.options
+                compiled.iteration, trainer=trainer, env=self.envs, options=self.options
             )
-            extra = jax.jit(partial(compiled.begin, self.env, self.options))(0)
+            extra = jax.jit(partial(compiled.begin, self.envs, self.options))(0)
             run = jax.jit(iteration, donate_argnums=0)
             carry = (trainer.state, extra)
             for number in range(rollouts + 2):
@@ -136,10 +119,6 @@ class Theirs:
         began = time.perf_counter()
         self.model.learn(rollouts * self.rollout)
         return rollouts * self.rollout / (time.perf_counter() - began)
-
-
-def median(values) -> float:
-    return statistics.median(values)
 
 
 def main(config: Config) -> None:

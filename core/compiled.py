@@ -46,8 +46,8 @@ class CompiledLoop(Loop):
             )
         whole = NamedSharding(trainer.mesh, PartitionSpec())
         # A copy, since it is donated: the caller's stays the caller's.
-        self.extra = jax.device_put(jax.tree.map(jnp.copy, extra), whole)
-        carry = (trainer.state, self.extra)
+        trainer.extra = jax.device_put(jax.tree.map(jnp.copy, extra), whole)
+        carry = (trainer.state, trainer.extra)
         _check_iteration(iteration, carry)
 
         def step(carry: Carry) -> tuple[Carry, Arrays]:
@@ -73,9 +73,10 @@ class CompiledLoop(Loop):
 
     def _advance(self, batch: Batch) -> Arrays:
         metrics: Arrays
-        carry = (self.trainer.state, self.extra)
-        (self.trainer.state, self.extra), metrics = self.iterate(carry)
-        done = highest(self.trainer.state.step) - self.before
+        trainer = self.trainer
+        carry = (trainer.state, trainer.extra)
+        (trainer.state, trainer.extra), metrics = self.iterate(carry)
+        done = highest(trainer.state.step) - self.before
         if done <= self.at.step:
             raise UserError(
                 "The step given to fit did no optimizer step, so it would never end: it must call "
@@ -86,10 +87,10 @@ class CompiledLoop(Loop):
 
     def _carried(self) -> tuple[Any, dict[str, Any]]:
         params, rest = super()._carried()
-        return params, rest | {"extra": self.extra}
+        return params, rest | {"extra": self.trainer.extra}
 
     def _carry(self, params: Any, rest: dict[str, Any]) -> None:
-        self.extra = rest.pop("extra")
+        self.trainer.extra = rest.pop("extra")
         super()._carry(params, rest)
 
     def _stop_at(self, bad: int) -> NoReturn:

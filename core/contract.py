@@ -51,6 +51,13 @@ def at_least_float32(x: jax.Array) -> jax.Array:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
+def full_weights(out: Loss) -> jax.Array:
+    """Weights with as many axes as the values; ones where none are given."""
+    if out.weights is None:
+        return jnp.ones_like(out.values)
+    return out.weights.reshape(out.weights.shape + (1,) * (out.values.ndim - out.weights.ndim))
+
+
 def weighted_sums(out: Loss, row_mask: jax.Array) -> dict[str, jax.Array]:
     """Sums of weight times value over the real rows: of the loss and each metric; and of weights.
 
@@ -62,10 +69,8 @@ def weighted_sums(out: Loss, row_mask: jax.Array) -> dict[str, jax.Array]:
     """
     values = out.values
     real = row_mask.reshape(row_mask.shape + (1,) * (values.ndim - 1))
-    ones = jnp.ones_like(values)
-    weights = ones if out.weights is None else out.weights
-    weights = weights.reshape(weights.shape + (1,) * (values.ndim - weights.ndim))
-    weights = jnp.where(real, ones * jax.lax.stop_gradient(at_least_float32(weights)), 0)
+    weights = jax.lax.stop_gradient(at_least_float32(full_weights(out)))
+    weights = jnp.where(real, jnp.ones_like(values) * weights, 0)
 
     def total(x: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(real, at_least_float32(x), 0) * weights)

@@ -17,6 +17,7 @@ import numpy as np
 import optax
 
 from core.checkpoint import Checkpoints, Saved, SaveError, like
+from core.contract import full_weights
 from core.data import Batch, Examples, Layout, collated
 from core.errors import UserError, short
 from core.mesh import from_first
@@ -120,10 +121,7 @@ def _bad_rows(trainer: "Trainer", params: Any, batch: Batch, key: jax.Array) -> 
     def bad(at: tuple[jax.Array, Batch]) -> jax.Array:
         index, rows = at
         out = loss(cast(params, trainer.dtype), rows, jax.random.fold_in(key, index))
-        values = out.values
-        weights = jnp.ones_like(values) if out.weights is None else out.weights
-        weights = weights.reshape(weights.shape + (1,) * (values.ndim - weights.ndim))
-        finite = jnp.isfinite(values) & jnp.isfinite(weights)
+        finite = jnp.isfinite(out.values) & jnp.isfinite(full_weights(out))
         return ~jnp.all(finite, axis=tuple(range(1, finite.ndim)))
 
     numbers = jnp.arange(batch["row_mask"].shape[0])

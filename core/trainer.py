@@ -175,6 +175,7 @@ class Trainer:
         shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), self.inferred.specs)
         whole = NamedSharding(mesh, PartitionSpec())
         self.state = initial_state(load(shardings), optimizer, shardings, whole)
+        self.extra: Any = ()  # what a step given to fit carries besides the state
         self._sums_jit = jax.jit(self._batch_sums, out_shardings=whole)
         self._outputs_jit = jax.jit(self._outputs, out_shardings=whole)
         # On a CPU one thing after the other: for a few rows, threads cost more than they gain.
@@ -244,11 +245,7 @@ class Trainer:
         if train is not None:
             return Loop(self, train, valid, score, which).run()
         assert step is not None, "one of them is given"
-        loop = CompiledLoop(self, step, extra, valid, score, which)
-        try:
-            return loop.run()
-        finally:
-            self.extra = loop.extra
+        return CompiledLoop(self, step, extra, valid, score, which).run()
 
     def evaluate(self, examples: Examples) -> Metrics:
         """The exact weighted averages of loss and metrics over all examples, and what

@@ -139,18 +139,15 @@ def _roll_out(
         observed = extra.get("observed")
         observation = seen(extra["observation"], observed)
         out = agent(observation, keys[0])
-        *now, reward, terminated, truncated, info = env.step(keys[1], extra["env"], out["action"])
-        ended = terminated | truncated
-        returns, extra = (
-            extra["returns"] + reward,
-            extra | dict(zip(("observation", "env"), now, strict=True)),
-        )
+        following, states, *told = env.step(keys[1], extra["env"], out["action"])
+        reward, terminated, truncated, info = told
+        ended, returns = terminated | truncated, extra["returns"] + reward
         if options.normalize_rewards:
             discounted = extra["discounted"] * options.gamma + reward
             rewarded = extra["rewarded"].added(discounted)
             reward = jnp.clip(reward / rewarded.deviation(), -LIMIT, LIMIT)
             extra |= {"rewarded": rewarded, "discounted": jnp.where(ended, 0, discounted)}
-        extra |= {"returns": jnp.where(ended, 0, returns)}
+        extra |= {"observation": following, "env": states, "returns": jnp.where(ended, 0, returns)}
         more = {"reward": reward, "terminated": terminated, "truncated": truncated}
         final = seen(info["final_observation"], observed)
         episode = jnp.where(ended, returns, jnp.nan)

@@ -24,9 +24,9 @@ from core.rules import parse_overrides
 from core.run import DeviceOptions, Devices, launch, read_config
 
 from . import ppo, train
-from .compiled import PREFIX, evaluate_jax, make_jax_env
+from .compiled import PREFIX
 from .data import STATISTICS, Moments, seen
-from .environments import checked, described, evaluate, make_env, spaces_of, to_env
+from .environments import checked, described, make_env, to_env
 from .model import build
 
 MOST_FRAMES = 1000
@@ -59,9 +59,8 @@ class Config:
 def main(config: Config) -> None:
     trained = read_config(config.folder, train.Config())
     rollout = trained.rollout
-    in_jax = rollout.env.startswith(PREFIX)
-    envs: Any = make_jax_env(rollout.env) if in_jax else trained.envs(config.episodes)
-    spaces = envs.spaces() if in_jax else spaces_of(envs)
+    envs = trained.envs(config.episodes)
+    spaces = train.spaces(envs)
     model, _ = build(spaces.size, spaces.actions, spaces.discrete, trained.hidden)
     trainer = Trainer(
         ppo.collate,
@@ -77,19 +76,13 @@ def main(config: Config) -> None:
     moments = statistics(config.folder, spaces.size) if rollout.normalize_observations else None
     if moments is not None and trained.seeds > 1:
         moments = Moments(*(array[config.agent] for array in moments))
-    see = partial(seen, moments=moments)
-    act, params = trainer.predict_step, trainer.state.params
-    if in_jax:
-        played = evaluate_jax(envs, trainer.outputs, params, moments, config.episodes, config.seed)
-    else:
-        played = evaluate(envs, act, params, see, config.seed)
-        envs.close()
-    print(described(played))
+    print(described(train.played(envs, trainer, moments, config.episodes, config.seed)))
     if config.gif and jax.process_index() == 0:
         path = Path(config.folder) / config.gif
         # (Those of gymnax are copies of Gymnasium's, which have pictures.)
         env = rollout.env.removeprefix(PREFIX)
-        images, fps = frames(env, partial(act, params), see, config.seed)
+        act = partial(trainer.predict_step, trainer.state.params)
+        images, fps = frames(env, act, partial(seen, moments=moments), config.seed)
         first, *rest = images
         first.save(path, save_all=True, append_images=rest, duration=1000 / fps, loop=0)
         print(f"An episode is shown in {path}")

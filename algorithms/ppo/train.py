@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import tyro
 from gymnasium.vector import VectorEnv
+from jax.sharding import Mesh
 
 from core import Trainer, UserError
 from core.errors import at_least
@@ -30,7 +31,7 @@ from .compiled import (
     stacked,
 )
 from .data import STATISTICS, Moments, RolloutOptions, Rollouts, seen
-from .environments import described, evaluate, make_envs, seed_of, spaces_of
+from .environments import Spaces, described, evaluate, make_envs, seed_of, spaces_of
 from .model import build
 
 
@@ -88,8 +89,10 @@ class Config:
                 "gymnax:CartPole-v1: here, train one seed after the other, each with its --seed."
             )
 
-    def envs(self, number: int) -> VectorEnv:
-        """So many of Gymnasium's environments, stepped together."""
+    def envs(self, number: int) -> JaxEnv | VectorEnv:
+        """So many environments, stepped together; one in JAX, for any number."""
+        if self.rollout.env.startswith(PREFIX):
+            return make_jax_env(self.rollout.env)
         return make_envs(self.rollout.env, number, self.rollout.vectorization)
 
     @property
@@ -106,10 +109,36 @@ class Config:
 
 
 def main(config: Config) -> None:
-    env, in_jax = config.rollout.env, config.rollout.env.startswith(PREFIX)
-    envs: Any = make_jax_env(env) if in_jax else config.envs(config.rollout.num_envs)
-    spaces = envs.spaces() if in_jax else spaces_of(envs)
+    envs = config.envs(config.rollout.num_envs)
     run = Run("ppo", config)
+    trainer, init, optimizer = make_trainer(
+        config, spaces(envs), run.mesh, overrides=run.overrides, folder=run.folder
+    )
+    if isinstance(envs, JaxEnv):
+        result, moments = fit_compiled(config, trainer, envs, init, optimizer)
+    else:
+        source = Rollouts(envs, trainer.predict_step, config.rollout, config.run.seed, run.say)
+        result, moments = trainer.fit(source), source.observed
+        envs.close()
+    if moments is not None:
+        run.write(STATISTICS, moments._asdict())
+    if config.episodes:
+        # On seeds that training does not use.
+        seed, held_out = seed_of(config.run.seed, 0, 1), config.envs(config.episodes)
+        result["held_out"] = played(held_out, trainer, moments, config.episodes, seed)
+        run.say(f"held out: {described(result['held_out'])}")
+    run.finish(result)
+
+
+def spaces(envs: JaxEnv | VectorEnv) -> Spaces:
+    """What networks must know of these environments."""
+    return envs.spaces() if isinstance(envs, JaxEnv) else spaces_of(envs)
+
+
+def make_trainer(
+    config: Config, spaces: Spaces, mesh: Mesh, **more: Any
+) -> tuple[Trainer, Any, Any]:
+    """The trainer of an agent, and the initialiser and the optimizer that it has."""
     model, init = build(spaces.size, spaces.actions, spaces.discrete, config.hidden)
     optimizer = config.optimizer.build(config.options.steps)
     trainer = Trainer(
@@ -125,38 +154,28 @@ def main(config: Config) -> None:
         partial(ppo.predict, model=model),
         init,
         optimizer,
-        run.mesh,
+        mesh,
         spaces.example(),
         options=config.options,
-        overrides=run.overrides,
         summarize=ppo.summarize,
         whole_batch=True,
-        folder=run.folder,
         unit="steps",
         show=("mean_return", "entropy"),
+        **more,
     )
-    if in_jax:
-        result, moments = fit_compiled(config, trainer, envs, init, optimizer)
-    else:
-        source = Rollouts(envs, trainer.predict_step, config.rollout, config.run.seed, run.say)
-        result, moments = trainer.fit(source), source.observed
-        envs.close()
-    if moments is not None:
-        run.write(STATISTICS, moments._asdict())
-    if config.episodes:
-        # On seeds that training does not use.
-        seed = seed_of(config.run.seed, 0, 1)
-        if in_jax:
-            result["held_out"] = evaluate_jax(
-                envs, trainer.outputs, trainer.state.params, moments, config.episodes, seed
-            )
-        else:
-            held_out, see = config.envs(config.episodes), partial(seen, moments=moments)
-            act, params = trainer.predict_step, trainer.state.params
-            result["held_out"] = evaluate(held_out, act, params, see, seed)
-            held_out.close()
-        run.say(f"held out: {described(result['held_out'])}")
-    run.finish(result)
+    return trainer, init, optimizer
+
+
+def played(
+    envs: JaxEnv | VectorEnv, trainer: Trainer, moments: Moments | None, episodes: int, seed: int
+) -> dict[str, float]:
+    """What the trainer's agent earns in so many whole episodes; closes the environments."""
+    params = trainer.state.params
+    if isinstance(envs, JaxEnv):
+        return evaluate_jax(envs, trainer.outputs, params, moments, episodes, seed)
+    earned = evaluate(envs, trainer.predict_step, params, partial(seen, moments=moments), seed)
+    envs.close()
+    return earned
 
 
 def fit_compiled(

@@ -7,8 +7,10 @@ import optax
 import pytest
 
 from core import MeshOptions, Trainer, TrainOptions, UserError, make_mesh
+from core.checkpoint import FOLDER, steps
 from core.report import ReportOptions, read_rows
 from tests import toy
+from tests.core.test_resume import bits
 
 BATCH = toy.collate(toy.examples(8))
 ROWS = {name: x[None] for name, x in BATCH.items()} | {"row_mask": np.ones((1, 8), bool)}
@@ -50,10 +52,6 @@ def thrice(trainer, bad=-1):
 EXTRA = {"shift": np.float32(0)}
 
 
-def bits(tree):
-    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(jax.device_get(tree))]
-
-
 def test_steps_are_those_of_the_trainer():
     trainer, other = made(), made()
     result = trainer.fit(step=thrice(trainer), extra=EXTRA)
@@ -77,8 +75,7 @@ def test_what_is_due_within_an_iteration_comes_after_it(tmp_path):
     rows = [(row["step"], row["split"]) for row in read_rows(tmp_path / "metrics.jsonl")]
     trained = [(step, "train") for step in (6, 9, 12)]
     assert sorted(rows) == sorted([*trained, (6, "valid"), (12, "valid")])
-    saved = sorted(int(p.name) for p in (tmp_path / "checkpoints").iterdir() if p.name.isdecimal())
-    assert saved == [6, 12]
+    assert steps(tmp_path / FOLDER) == [6, 12]
 
 
 class Killed(BaseException):
@@ -132,8 +129,7 @@ def test_a_step_that_is_not_finite_stops_the_run_and_is_named(tmp_path):
     trainer = made(tmp_path, save_every=3)
     with pytest.raises(UserError, match="Step 8 was not finite. Its batch was made within a compi"):
         trainer.fit(step=thrice(trainer, bad=8), extra=EXTRA)
-    saved = sorted(int(p.name) for p in (tmp_path / "checkpoints").iterdir() if p.name.isdecimal())
-    assert saved == [6]
+    assert steps(tmp_path / FOLDER) == [6]
     trainer = made(on_nonfinite="skip")
     trainer.fit(step=thrice(trainer, bad=12), extra=EXTRA)
     assert int(trainer.state.skipped) == 1

@@ -17,13 +17,13 @@ from algorithms.ppo.model import build
 from core import MeshOptions, Trainer, TrainOptions, UserError, make_mesh
 from core.optimizer import AdamWOptions
 from core.report import ReportOptions
+from tests.core.test_resume import bits
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class State:
     time: jax.Array
-    total: jax.Array
 
 
 class Steps:
@@ -32,19 +32,18 @@ class Steps:
     Terminates, or is cut short where `cut`. Observes the time, as a share of the episode.
     """
 
-    default_params = None
     length = 3
 
-    def __init__(self, cut=False, actions=2):
-        self.cut, self.actions = cut, actions
+    def __init__(self, cut=False):
+        self.cut = cut
 
     def reset(self, key, params):
         del params
-        return jnp.zeros(1), State(jnp.int32(0), 0.0)
+        return jnp.zeros(1), State(jnp.int32(0))
 
     def step(self, key, state, action, params):
         reward = jnp.where(state.time == self.length - 1, action, 0) + 0.0
-        new = State(state.time + 1, state.total + reward)
+        new = State(state.time + 1)
         over, seen = new.time == self.length, new.time[None] / self.length
         observation, fresh = self.reset(key, params)
         state = jax.tree.map(lambda a, b: jnp.where(over, a, b), fresh, new)
@@ -53,7 +52,7 @@ class Steps:
         return jnp.where(over, observation, seen), state, reward, *ends, info
 
     def action_space(self, params):
-        return types.SimpleNamespace(n=self.actions, shape=())
+        return types.SimpleNamespace(n=2, shape=())
 
     def observation_space(self, params):
         return types.SimpleNamespace(shape=(1,))
@@ -111,20 +110,17 @@ def fitted(one, seed=0):
     return one.trainer.fit(step=step, extra=begin(one.env, one.options, seed))
 
 
-def bits(tree):
-    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(jax.device_get(tree))]
+def rolled(one):
+    """What is carried on after a rollout of the first parameters, and its rows."""
+    params, options = one.trainer.state.params, one.options
+    roll_out = partial(compiled._roll_out, trainer=one.trainer, env=one.env, options=options)
+    return jax.jit(roll_out)(params, begin(one.env, options, 0), jax.random.key(1))
 
 
 @pytest.mark.parametrize("cut", [False, True])
 def test_a_rollout_is_the_one_worked_by_hand(cut):
     one = made(Steps(cut), num_steps=4, num_envs=2, gamma=0.5, gae_lambda=0.5)
-    params, extra = one.trainer.state.params, begin(one.env, one.options, 0)
-    rolled = jax.jit(
-        lambda extra: compiled._roll_out(
-            params, extra, jax.random.key(1), one.trainer, one.env, one.options
-        )
-    )
-    extra, rows = rolled(extra)
+    params, (extra, rows) = one.trainer.state.params, rolled(one)
     by_time = {name: np.asarray(x).reshape(4, 2, *x.shape[1:]) for name, x in rows.items()}
     np.testing.assert_allclose(by_time["observation"][:, 0, 0], [0, 1 / 3, 2 / 3, 0], rtol=1e-6)
 
@@ -151,16 +147,8 @@ def test_a_rollout_is_the_one_worked_by_hand(cut):
 
 def test_log_probabilities_are_those_of_the_policy_that_acted():
     one = made()
-    state, extra = one.trainer.state, begin(one.env, one.options, 0)
-    rolled = jax.jit(
-        lambda extra: compiled._roll_out(
-            state.params, extra, jax.random.key(1), one.trainer, one.env, one.options
-        )
-    )
-    rows = rolled(extra)[1]
-    out = one.trainer.loss(
-        state.params, {name: x for name, x in rows.items()} | {"row_mask": np.ones(64, bool)}, None
-    )
+    rows = rolled(one)[1] | {"row_mask": np.ones(64, bool)}
+    out = one.trainer.loss(one.trainer.state.params, rows, None)
     np.testing.assert_allclose(out.metrics["approx_kl"], 0, atol=1e-6)
 
 
