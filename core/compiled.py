@@ -64,7 +64,7 @@ class CompiledLoop(Loop):
 
     def _batches(self) -> Generator[tuple[Batch, int, bool]]:
         while self.at.step < self.total:
-            yield {}, 0, False
+            yield {}, 1, False
 
     def _step(self, batch: Batch, rows: int, epoch_ends: bool) -> bool:
         last = super()._step(batch, rows, epoch_ends)

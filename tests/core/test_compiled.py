@@ -78,6 +78,19 @@ def test_what_is_due_within_an_iteration_comes_after_it(tmp_path):
     assert steps(tmp_path / FOLDER) == [6, 12]
 
 
+def test_an_iteration_may_be_a_single_step(tmp_path):
+    trainer = made(tmp_path, steps=4, report=ReportOptions(log_every=1, quiet=True))
+
+    def once(carry):
+        state, metrics = trainer.step(carry[0], ROWS)
+        return (state, carry[1]), {name: metrics[name] for name in ("loss", "weight")}
+
+    trainer.fit(step=once)
+    rows = list(read_rows(tmp_path / "metrics.jsonl"))
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert rows[-1]["examples_per_second"] > 0
+
+
 class Killed(BaseException):
     pass
 
