@@ -2,11 +2,11 @@
 
     python -m benchmarks.ppo        (needs stable-baselines3, torch and gymnax: see requirements/)
 
-Both train with the script's settings, on one core; compilation and first rollouts are left out. They
-take turns, so that a machine which is slower for a while is so for both; medians of the ratios are
-shown. The compiled path runs gymnax's CartPole. The aims: 2.5 times with 4 environments, 4 times with 64, and
-200,000 steps a second compiled, on a core where stable-baselines3 makes 9,600 with 4 environments:
-21 times as many.
+Both train with the script's settings, on one core; compilation and first rollouts are left out.
+They take turns, so that a machine which is slower for a while is so for both; medians of the
+ratios are shown. The compiled path runs gymnax's CartPole. The aims: 2.5 times with 4
+environments, 4 times with 64, and 200,000 steps a second compiled, on a core where stable-
+baselines3 makes 9,600 with 4 environments: 21 times as many.
 """
 
 import dataclasses
