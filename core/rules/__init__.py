@@ -1,40 +1,45 @@
 """Loss function and shapes to a PartitionSpec for each parameter, each with its reason.
 
-Pure functions on shapes: nothing here needs a device. So far: FSDP (each large parameter is split
-over the `fsdp` axis along its largest divisible dimension that no scan walks along), and overrides
-by path. The rules for the tensor axis belong here too.
+Pure functions on shapes: nothing here needs a device. The traced function is walked once (`walk`,
+`families`), which tells for each axis of each parameter what dimension of the model it is
+(`factors`). Of these the cheapest are split over the tensor axis (`choose`); what is left of each
+large parameter is split over the fsdp axis, along its largest dimension. Overrides by path win.
 """
 
 import dataclasses
-import difflib
 import math
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from core.errors import UserError
-from core.rules.scanned import scanned_dims
+from core.rules.choose import Choice, Colour, choose
+from core.rules.overrides import Overrides, overridden, parse_overrides
+from core.rules.walk import Walk
 
-# Below this many elements a parameter is left whole: gathering it costs more than keeping it.
+__all__ = ["SMALL", "Inferred", "Overrides", "infer", "parse_overrides", "path_name"]
+
+# Below this many elements a parameter is left whole by fsdp: gathering costs more than keeping it.
 SMALL = 4096
 
-Overrides = Mapping[str, PartitionSpec]
-
-_ENTRY = r"\s*(?:-|\w+(?:\+\w+)*)\s*"
-_OVERRIDE = re.compile(rf"(.+)=({_ENTRY}(?:,{_ENTRY})*|)")
+ALONE = "replicated: the mesh has one device along {}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Inferred:
-    """What `infer` returns."""
+    """What `infer` returns; the dictionaries are by path."""
 
     specs: Any
     """A PartitionSpec per parameter, in the structure of the parameters."""
     reasons: dict[str, str]
-    """One sentence per parameter, by path."""
+    """One sentence per parameter."""
+    roles: dict[str, str]
+    """column, row, vocabulary, expert, or replicated (over the tensor axis)."""
+    problems: list[str]
+    """What to know of the whole: dimensions that do not divide, equations that are not known."""
+    factors: Walk
+    """The walked function, with the factors of its axes."""
 
 
 def infer(
@@ -57,17 +62,32 @@ def infer(
       UserError: an override that matches nothing or does not fit; all of them in one message.
     """
     leaves, tree = jax.tree_util.tree_flatten_with_path(params)
-    scanned = scanned_dims(jax.make_jaxpr(fn)(params, batch), len(leaves))
     names = [path_name(path) for path, _ in leaves]
     shapes = [tuple(leaf.shape) for _, leaf in leaves]
-    given = _overridden(overrides or {}, dict(zip(names, shapes, strict=True)), mesh)
-    chosen = [
-        given.get(name) or _fsdp(shape, walked, mesh.shape["fsdp"])
-        for name, shape, walked in zip(names, shapes, scanned, strict=True)
-    ]
+    given = overridden(overrides or {}, dict(zip(names, shapes, strict=True)), mesh)
+
+    walk = Walk(jax.make_jaxpr(fn)(params, batch), len(leaves))
+    tensor, fsdp = mesh.shape["tensor"], mesh.shape["fsdp"]
+    choice = choose(walk, [math.prod(shape) for shape in shapes], tensor)
+    specs, reasons, roles = [], {}, {}
+    for i, (name, shape, frozen) in enumerate(zip(names, shapes, walk.frozen_dims(), strict=True)):
+        split = choice.split(i) if tensor > 1 and not walk.failed else {}
+        entries = ["tensor" if d in split else None for d in range(len(shape))]
+        why = [_tensor_reason(i, choice, split)] if tensor > 1 else []
+        if fsdp > 1:
+            dim, reason = _fsdp(shape, frozen | {*split}, fsdp, uncertain=bool(walk.failed))
+            entries = ["fsdp" if d == dim else entry for d, entry in enumerate(entries)]
+            why.append(reason)
+        spec, reason = given.get(name) or (
+            _trimmed(entries),
+            "; ".join(why) or ALONE.format("fsdp"),
+        )
+        specs.append(spec)
+        reasons[name] = reason
+        role = next((colour.role(i) for colour in split.values()), "replicated")
+        roles[name] = "given" if name in given else role
     return Inferred(
-        specs=jax.tree.unflatten(tree, [spec for spec, _ in chosen]),
-        reasons={name: reason for name, (_, reason) in zip(names, chosen, strict=True)},
+        jax.tree.unflatten(tree, specs), reasons, roles, _problems(walk, choice, tensor), walk
     )
 
 
@@ -76,73 +96,48 @@ def path_name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def parse_overrides(texts: tuple[str, ...]) -> dict[str, PartitionSpec]:
-    """`REGEX=AXIS,AXIS,...` to overrides: one entry per dimension, `-` for a dimension left whole,
-    `fsdp+tensor` for two axes on one dimension; no entry at all replicates."""
-    out = {}
-    for text in texts:
-        if not (form := _OVERRIDE.fullmatch(text)):
-            raise UserError(
-                f"The override {text!r} is not of the form REGEX=AXIS,AXIS,...: one entry per "
-                "dimension, '-' for a dimension left whole, such as 'embedding=tensor,-'."
-            )
-        regex, entries = form.groups()
-        axes = [tuple(entry.strip().split("+")) for entry in entries.split(",") if entry]
-        out[regex] = PartitionSpec(*(None if entry == ("-",) else entry for entry in axes))
-    return out
+def _tensor_reason(param: int, choice: Choice, split: dict[int, Colour]) -> str:
+    if not split:
+        verdicts = sorted(
+            (colour.verdict for colour in choice.left(param)), key=lambda v: "divide" not in v
+        )
+        return "replicated over tensor: " + (verdicts[0] if verdicts else "no dimension of its own")
+    (dim, colour), *_ = split.items()
+    fused = any(factor in choice.fused for factor in choice.dims[param][dim])
+    slow = ", which holds several of them side by side: correct, but slower" * fused
+    return f"{colour.role(param)}: {colour.name} split over tensor on dimension {dim}{slow}"
 
 
-def _fsdp(shape: tuple[int, ...], walked: set[int], size: int) -> tuple[PartitionSpec, str]:
-    if size == 1:
-        return PartitionSpec(), "replicated: the mesh has one device along fsdp"
+def _fsdp(
+    shape: Sequence[int], taken: set[int], size: int, uncertain: bool
+) -> tuple[int | None, str]:
+    """The dimension to split over fsdp, if any, and why."""
     if math.prod(shape) < SMALL:
-        return PartitionSpec(), f"replicated: fewer than {SMALL} elements"
-    fits = [d for d, n in enumerate(shape) if d not in walked and n % size == 0]
-    why = f" (scanned: dimension {', '.join(map(str, sorted(walked)))})" if walked else ""
+        return None, f"replicated: fewer than {SMALL} elements"
+    if uncertain and len(shape) > 2:
+        return None, "replicated: it may have a window, which is never split"
+    fits = [d for d, n in enumerate(shape) if d not in taken and n % size == 0]
+    why = f" (not free: dimension {', '.join(map(str, sorted(taken)))})" if taken else ""
     if not fits:
-        return PartitionSpec(), f"replicated: no dimension of {shape} divides by {size}{why}"
+        return None, f"replicated: no dimension of {tuple(shape)} divides by {size}{why}"
     largest = max(fits, key=lambda d: shape[d])
-    spec = PartitionSpec(*(["fsdp" if d == largest else None for d in range(largest + 1)]))
-    return spec, f"split over fsdp on dimension {largest}, its largest that divides by {size}{why}"
+    return (
+        largest,
+        f"split over fsdp on dimension {largest}, its largest that divides by {size}{why}",
+    )
 
 
-def _overridden(
-    overrides: Overrides, shapes: dict[str, tuple[int, ...]], mesh: Mesh
-) -> dict[str, tuple[PartitionSpec, str]]:
-    out: dict[str, tuple[PartitionSpec, str]] = {}
-    faults = []
-    for regex, spec in overrides.items():
-        try:
-            hits = [name for name in shapes if re.search(regex, name)]
-        except re.error as error:
-            faults.append(f"{regex!r} is not a regular expression: {error}")
-            continue
-        if not hits:
-            near = difflib.get_close_matches(regex, shapes, n=3, cutoff=0.0)
-            faults.append(
-                f"{regex!r} matches no parameter; the nearest paths are {', '.join(near)}"
-            )
-        for name in hits:
-            faults += _misfits(name, shapes[name], spec, mesh)
-            out[name] = (spec, f"given by the override {regex!r}")
-    if faults:
-        raise UserError("These sharding overrides do not fit: " + "; ".join(faults) + ".")
-    return out
+def _trimmed(entries: Sequence[str | None]) -> PartitionSpec:
+    last = max((d for d, entry in enumerate(entries) if entry), default=-1)
+    return PartitionSpec(*entries[: last + 1])
 
 
-def _misfits(name: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> list[str]:
-    if len(spec) > len(shape):
-        return [f"{name} has {len(shape)} dimensions, and {spec} names {len(spec)}"]
-    faults, seen = [], set()
-    for d, entry in enumerate(spec):
-        axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-        for axis in axes:
-            if axis not in mesh.shape:
-                faults.append(f"{name}: {axis!r} is no axis of the mesh, {', '.join(mesh.shape)}")
-            elif axis in seen:
-                faults.append(f"{name}: {axis!r} stands twice in {spec}")
-            seen.add(axis)
-        parts = math.prod(mesh.shape.get(axis, 1) for axis in axes)
-        if shape[d] % parts:
-            faults.append(f"{name}: dimension {d} of {shape} does not divide by {parts}")
-    return faults
+def _problems(walk: Walk, choice: Choice, tensor: int) -> list[str]:
+    """Sentences on the whole, where something is split over tensor at all."""
+    if tensor == 1:
+        return []
+    if walk.failed:
+        return [f"Nothing is split over tensor: the walk ended at {walk.failed}."]
+    found = dict.fromkeys(c.verdict for c in choice.colours if "divide" in c.verdict)
+    unknown = [f"nothing is split through {name}, which is not known" for name in walk.unknown]
+    return [f"{text[0].upper()}{text[1:]}." for text in [*found, *unknown]]

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from core import MeshOptions, UserError, make_mesh
 from core.rules import SMALL, infer, parse_overrides
-from core.rules.scanned import scanned_dims
+from core.rules.walk import Walk
 
 # W: [L, D, D] stacked layers, X: [D] what goes through them. All sizes differ.
 L, G, D = 6, 4, 5
@@ -20,7 +20,7 @@ W, X = np.zeros((L, D, D), np.float32), np.zeros(D, np.float32)
 
 def walked(fn, *params):
     """The scanned dimensions of each argument of a function of parameters."""
-    return scanned_dims(jax.make_jaxpr(fn)(*params), len(params))
+    return Walk(jax.make_jaxpr(fn)(*params), len(params)).frozen_dims()
 
 
 def layers(w, x=X, **options):
@@ -198,7 +198,7 @@ def test_leaves_are_told_apart_and_constants_are_none_of_them():
 
 def test_batch_that_is_scanned_marks_no_parameter():
     closed = jax.make_jaxpr(lambda w, x: layers(x) + w.sum())(W, W)
-    assert scanned_dims(closed, 1) == [set()]
+    assert Walk(closed, 1).frozen_dims() == [set()]
 
 
 # FSDP
@@ -270,10 +270,10 @@ def test_one_device_along_fsdp_splits_nothing():
         (
             (4096, 8),
             P(None, "fsdp"),
-            "split over fsdp on dimension 1, its largest that divides by 4 (scanned: dimension 0)",
+            "split over fsdp on dimension 1, its largest that divides by 4 (not free: dimension 0)",
         ),
-        ((4096, 7), P(), "no dimension of (4096, 7) divides by 4 (scanned: dimension 0)"),
-        ((4096,), P(), "no dimension of (4096,) divides by 4 (scanned: dimension 0)"),
+        ((4096, 7), P(), "no dimension of (4096, 7) divides by 4 (not free: dimension 0)"),
+        ((4096,), P(), "no dimension of (4096,) divides by 4 (not free: dimension 0)"),
     ],
 )
 def test_scanned_dimension_is_never_split(shape, spec, reason):
@@ -350,22 +350,25 @@ PARAMS = {
 @pytest.mark.parametrize(
     ("overrides", "specs"),
     [
-        ({}, [..., P(), P(), P()]),
-        ({"embed": P("tensor")}, [P("tensor"), P(), P(), P()]),
-        ({"layers/": P("fsdp")}, [..., P("fsdp"), P("fsdp"), P()]),
-        ({"rs/q$": P(None, ("fsdp", "tensor"))}, [..., P(), P(None, ("fsdp", "tensor")), P()]),
+        ({}, [..., ..., ..., ...]),
+        ({"embed": P("tensor")}, [P("tensor"), ..., ..., ...]),
+        ({"layers/": P("fsdp")}, [..., P("fsdp"), P("fsdp"), ...]),
+        ({"rs/q$": P(None, ("fsdp", "tensor"))}, [..., ..., P(None, ("fsdp", "tensor")), ...]),
         ({".": P()}, [P(), P(), P(), P()]),
-        ({"layers": P("fsdp"), "k": P("tensor")}, [..., P("tensor"), P("fsdp"), P()]),  # the last
-        ({"embed": P(None, None)}, [P(None, None), P(), P(), P()]),
+        ({"layers": P("fsdp"), "k": P("tensor")}, [..., P("tensor"), P("fsdp"), ...]),  # the last
+        ({"embed": P(None, None)}, [P(None, None), ..., ..., ...]),
     ],
 )
 def test_override_wins_where_it_matches_and_nowhere_else(overrides, specs):
     inferred = infer(loss, PARAMS, None, mesh(4, 2), overrides)
-    got = [inferred.specs["embed"], *jax.tree.leaves(inferred.specs["layers"])]
-    got.append(inferred.specs["scale"])
-    assert got == [P(None, "fsdp") if spec is ... else spec for spec in specs]
+    without, got = (
+        [specs["embed"], *jax.tree.leaves(specs["layers"]), specs["scale"]]
+        for specs in (infer(loss, PARAMS, None, mesh(4, 2)).specs, inferred.specs)
+    )
+    assert without[0] == P("tensor", "fsdp")
+    assert got == [old if new is ... else new for old, new in zip(without, specs, strict=True)]
     for spec, reason in zip(got, inferred.reasons.values(), strict=True):
-        assert reason.startswith(("replicated", "split", "given by the override"))
+        assert reason.startswith(("replicated", "column", "given by the override"))
         NamedSharding(mesh(4, 2), spec)
 
 
