@@ -24,6 +24,7 @@ from core.encoding import decoded, encoded
 from core.errors import UserError, differences
 from core.mesh import row_shards
 from core.report import Report
+from core.rules import explain
 from core.signals import Stopped, StopSignals
 
 if TYPE_CHECKING:
@@ -119,6 +120,7 @@ class Loop:
 
     def run(self) -> dict[str, Any]:
         """See `Trainer.fit`."""
+        self._keep_shardings()
         layout, mesh = self.trainer.layout, self.trainer.mesh
         if layout.width != layout.rows:
             self.report.message(
@@ -143,6 +145,18 @@ class Loop:
             self._settle()
         seconds = time.monotonic() - self.began
         return {"steps": self.at.step, "seconds": seconds} | self.at.result
+
+    def _keep_shardings(self) -> None:
+        """Says what is not split over tensor and might be, and keeps how all is split."""
+        trainer = self.trainer
+        for problem in trainer.inferred.problems:
+            self.report.message(problem)
+        if trainer.folder is None or jax.process_index():
+            return
+        try:
+            explain.save(trainer.folder, trainer.inferred, trainer.state.params, trainer.mesh)
+        except OSError as error:
+            self.report.message(f"{trainer.folder / explain.FILE} cannot be written ({error}).")
 
     def _step(self, batch: Batch, rows: int, epoch_ends: bool) -> bool:
         """One step and what is due after it; returns whether it was the last."""

@@ -102,7 +102,8 @@ class Run:
         self.options: RunOptions = config.run
         self.mesh = make_mesh(self.options.mesh)
         self.overrides = parse_overrides(self.options.overrides)
-        self._replays = bool(self.options.replay)
+        # A run that is only looked at leaves no trace.
+        self._looks = bool(self.options.replay or self.options.explain or self.options.explain_json)
         content = {
             "algorithm": name,
             "config": dataclasses.asdict(config),
@@ -124,7 +125,7 @@ class Run:
 
     def write(self, name: str, content: Mapping[str, Any]) -> None:
         """Writes a JSON file into the folder, on process 0."""
-        if jax.process_index() != 0 or self._replays:
+        if jax.process_index() != 0 or self._looks:
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -136,7 +137,7 @@ class Run:
 
     def save(self, name: str, writer: Callable[[Path], Any]) -> None:
         """Lets a function write a file or folder of this name into the folder, on process 0."""
-        if jax.process_index() == 0 and not self._replays:
+        if jax.process_index() == 0 and not self._looks:
             writer(self.folder / name)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
@@ -243,8 +244,9 @@ def _agreed_folder(name: str, options: RunOptions, content: Mapping[str, Any]) -
     told = {"folder": "", "error": "", "ended": ""}
     if jax.process_index() == 0:
         try:
-            folder = options.replay or options.folder or _new_folder(name)
-            told |= {"folder": folder, "ended": "" if options.replay else _found(folder, content)}
+            looks = options.replay or "runs" * (options.explain or options.explain_json)
+            folder = looks or options.folder or _new_folder(name)
+            told |= {"folder": folder, "ended": "" if looks else _found(folder, content)}
         except UserError as error:
             told["error"] = str(error)
     told = json.loads(from_first(json.dumps(told)))

@@ -7,6 +7,7 @@ step, `data.py` what comes before it, `report.py` and `checkpoint.py` what comes
 
 import dataclasses
 import functools
+import json
 import math
 import traceback
 from collections.abc import Callable, Mapping
@@ -37,7 +38,7 @@ from core.fit import Loop, Metrics, Score, Source
 from core.mesh import is_cpu
 from core.nonfinite import replay
 from core.report import ReportOptions
-from core.rules import Overrides, infer
+from core.rules import Overrides, explain, infer
 from core.signals import Ended
 from core.step import (
     INIT,
@@ -55,6 +56,7 @@ from core.step import (
 
 # Options that may change while a run goes on: its numbers are the same.
 FREE = {"save_every", "keep", "on_nonfinite", "max_skipped", "replay", "report"}
+FREE |= {"explain", "explain_json"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +87,10 @@ class TrainOptions:
     replay: str = ""
     """Folder of a run that stopped at a step that was not finite: runs that step again, with the
     options of that run where no others are given, and ends."""
+    explain: bool = False
+    """Show how each parameter is split over the devices, and why, and end."""
+    explain_json: bool = False
+    """The same as JSON."""
     seed: int = 0
     """Seed of initial weights, order of the data, dropout and sampling."""
     report: ReportOptions = ReportOptions()
@@ -135,6 +141,7 @@ class Trainer:
     Raises:
       UserError: a function has the wrong signature or returns the wrong shapes; within seconds,
         before anything is compiled.
+      Ended: the option `explain` was given, and this is the explanation.
     """
 
     def __init__(
@@ -171,7 +178,10 @@ class Trainer:
         self.dtype = compute_dtype(options.compute_dtype, mesh)
 
         shapes, load = _weights(init, stream(options.seed, INIT))
-        self.inferred = infer(*self._traced(shapes, example), mesh, overrides)
+        known = explain.load(init, mesh) if isinstance(init, str | Path) else None
+        self.inferred = infer(*self._traced(shapes, example), mesh, overrides, known)
+        if options.explain or options.explain_json:
+            raise Ended(self._explained(shapes))
         shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), self.inferred.specs)
         whole = NamedSharding(mesh, PartitionSpec())
         self.state = initial_state(load(shardings), optimizer, shardings, whole)
@@ -309,6 +319,13 @@ class Trainer:
     def figures(self, metrics: Metrics) -> Metrics:
         """Metrics, the loss first, and what `summarize` makes of them."""
         return {"loss": metrics["loss"]} | self.summarize(metrics) | metrics
+
+    def _explained(self, shapes: Any) -> str:
+        problems, mesh = self.inferred.problems, self.mesh
+        rows = explain.rows(self.inferred, shapes, mesh)
+        if self.options.explain_json:
+            return json.dumps(explain.as_json(rows, problems, mesh), indent=1)
+        return explain.table(rows, problems, mesh)
 
     def _sums(self, params: Any, rows: Batch, key: jax.Array | None) -> Arrays:
         assert self.loss is not None, "only called where there is one"

@@ -8,14 +8,14 @@ large parameter is split over the fsdp axis, along its largest dimension. Overri
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from core.rules.choose import Choice, Colour, choose
-from core.rules.overrides import Overrides, overridden, parse_overrides
+from core.rules.overrides import Overrides, overridden, parse_overrides, path_name
 from core.rules.walk import Walk
 
 __all__ = ["SMALL", "Inferred", "Overrides", "infer", "parse_overrides", "path_name"]
@@ -23,7 +23,7 @@ __all__ = ["SMALL", "Inferred", "Overrides", "infer", "parse_overrides", "path_n
 # Below this many elements a parameter is left whole by fsdp: gathering costs more than keeping it.
 SMALL = 4096
 
-ALONE = "replicated: the mesh has one device along {}"
+ALONE = "replicated: the mesh has one device along fsdp"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +48,7 @@ def infer(
     batch: Any,
     mesh: Mesh,
     overrides: Overrides | None = None,
+    known: Mapping[str, PartitionSpec] | None = None,
 ) -> Inferred:
     """A PartitionSpec for every parameter of `fn(params, batch)`, from its own equations.
 
@@ -57,6 +58,7 @@ def infer(
       batch: arrays or `ShapeDtypeStruct`s.
       mesh: its axis sizes are what is used of it.
       overrides: path regex -> PartitionSpec, which wins over what is inferred.
+      known: path -> PartitionSpec from an earlier time, used where it has all of the parameters.
 
     Raises:
       UserError: an override that matches nothing or does not fit; all of them in one message.
@@ -67,33 +69,41 @@ def infer(
     given = overridden(overrides or {}, dict(zip(names, shapes, strict=True)), mesh)
 
     walk = Walk(jax.make_jaxpr(fn)(params, batch), len(leaves))
-    tensor, fsdp = mesh.shape["tensor"], mesh.shape["fsdp"]
-    choice = choose(walk, [math.prod(shape) for shape in shapes], tensor)
-    specs, reasons, roles = [], {}, {}
-    for i, (name, shape, frozen) in enumerate(zip(names, shapes, walk.frozen_dims(), strict=True)):
-        split = choice.split(i) if tensor > 1 and not walk.failed else {}
-        entries = ["tensor" if d in split else None for d in range(len(shape))]
-        why = [_tensor_reason(i, choice, split)] if tensor > 1 else []
-        if fsdp > 1:
-            dim, reason = _fsdp(shape, frozen | {*split}, fsdp, uncertain=bool(walk.failed))
-            entries = ["fsdp" if d == dim else entry for d, entry in enumerate(entries)]
-            why.append(reason)
-        spec, reason = given.get(name) or (
-            _trimmed(entries),
-            "; ".join(why) or ALONE.format("fsdp"),
-        )
-        specs.append(spec)
-        reasons[name] = reason
-        role = next((colour.role(i) for colour in split.values()), "replicated")
-        roles[name] = "given" if name in given else role
+    choice = choose(walk, [math.prod(shape) for shape in shapes], mesh.shape["tensor"])
+    found = [
+        _parameter(i, shape, walk, choice, frozen, mesh)
+        for i, (shape, frozen) in enumerate(zip(shapes, walk.frozen_dims(), strict=True))
+    ]
+    if known and set(names) <= set(known):
+        kept = "as in the run that made these weights"
+        found = [(known[name], role, kept) for name, (_, role, _) in zip(names, found, strict=True)]
+    chosen = [
+        (given[name][0], "given", given[name][1]) if name in given else one
+        for name, one in zip(names, found, strict=True)
+    ]
     return Inferred(
-        jax.tree.unflatten(tree, specs), reasons, roles, _problems(walk, choice, tensor), walk
+        specs=jax.tree.unflatten(tree, [spec for spec, _, _ in chosen]),
+        reasons={name: reason for name, (_, _, reason) in zip(names, chosen, strict=True)},
+        roles={name: role for name, (_, role, _) in zip(names, chosen, strict=True)},
+        problems=_problems(walk, choice, mesh.shape["tensor"]),
+        factors=walk,
     )
 
 
-def path_name(path: tuple[Any, ...]) -> str:
-    """The path of a leaf as a user writes it: 'layers/attention/q'."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+def _parameter(
+    index: int, shape: tuple[int, ...], walk: Walk, choice: Choice, frozen: set[int], mesh: Mesh
+) -> tuple[PartitionSpec, str, str]:
+    """Spec, role and reason of a parameter, from the choice of colours."""
+    tensor, fsdp = mesh.shape["tensor"], mesh.shape["fsdp"]
+    split = choice.split(index) if tensor > 1 and not walk.failed else {}
+    entries = ["tensor" if d in split else None for d in range(len(shape))]
+    why = [_tensor_reason(index, choice, split)] if tensor > 1 else []
+    if fsdp > 1:
+        dim, reason = _fsdp(shape, frozen | {*split}, fsdp, uncertain=bool(walk.failed))
+        entries = ["fsdp" if d == dim else entry for d, entry in enumerate(entries)]
+        why.append(reason)
+    role = next((colour.role(index) for colour in split.values()), "replicated")
+    return _trimmed(entries), role, "; ".join(why) or ALONE
 
 
 def _tensor_reason(param: int, choice: Choice, split: dict[int, Colour]) -> str:
@@ -103,9 +113,10 @@ def _tensor_reason(param: int, choice: Choice, split: dict[int, Colour]) -> str:
         )
         return "replicated over tensor: " + (verdicts[0] if verdicts else "no dimension of its own")
     (dim, colour), *_ = split.items()
-    fused = any(factor in choice.fused for factor in choice.dims[param][dim])
-    slow = ", which holds several of them side by side: correct, but slower" * fused
-    return f"{colour.role(param)}: {colour.name} split over tensor on dimension {dim}{slow}"
+    # Only numbers of parts may come before it.
+    slow = "; it holds several of them side by side: correct, but slower"
+    fused = choice.dims[param][dim][: len(colour.factors)] != colour.factors
+    return f"dimension {dim} is {colour.name}, split over tensor{slow * fused}"
 
 
 def _fsdp(

@@ -4,7 +4,9 @@ import difflib
 import math
 import re
 from collections.abc import Mapping
+from typing import Any
 
+import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from core.errors import UserError
@@ -13,6 +15,11 @@ Overrides = Mapping[str, PartitionSpec]
 
 _ENTRY = r"\s*(?:-|\w+(?:\+\w+)*)\s*"
 _OVERRIDE = re.compile(rf"(.+)=({_ENTRY}(?:,{_ENTRY})*|)")
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """The path of a leaf as a user writes it: 'layers/attention/q'."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def parse_overrides(texts: tuple[str, ...]) -> dict[str, PartitionSpec]:
@@ -25,10 +32,22 @@ def parse_overrides(texts: tuple[str, ...]) -> dict[str, PartitionSpec]:
                 f"The override {text!r} is not of the form REGEX=AXIS,AXIS,...: one entry per "
                 "dimension, '-' for a dimension left whole, such as 'embedding=tensor,-'."
             )
-        regex, entries = form.groups()
-        axes = [tuple(entry.strip().split("+")) for entry in entries.split(",") if entry]
-        out[regex] = PartitionSpec(*(None if entry == ("-",) else entry for entry in axes))
+        out[form[1]] = parse_spec(form[2])
     return out
+
+
+def parse_spec(entries: str) -> PartitionSpec:
+    """Entries as an override has them, such as "-,fsdp+tensor"."""
+    axes = [tuple(entry.strip().split("+")) for entry in entries.split(",") if entry]
+    return PartitionSpec(*(None if entry == ("-",) else entry for entry in axes))
+
+
+def written(spec: PartitionSpec) -> str:
+    """The entries that `parse_spec` reads as this."""
+    return ",".join(
+        "-" if not entry else "+".join([entry] if isinstance(entry, str) else entry)
+        for entry in spec
+    )
 
 
 def overridden(
