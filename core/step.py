@@ -8,6 +8,7 @@ function over global arrays, so what it gives does not depend on devices, hosts 
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from core.contract import at_least_float32
 
@@ -68,28 +70,51 @@ def initial_state(
       whole: the sharding of what is not split.
     """
 
-    def is_masked(leaf: Any) -> bool:
-        return isinstance(leaf, optax.MaskedNode)
-
-    def like_parameter(leaf: Any, parameter: Any, sharding: Any) -> Any:
-        if is_masked(leaf):  # a parameter that this part of the optimizer does not see
-            return leaf
-        return sharding if leaf.shape == parameter.shape else whole
-
     opt_state, trained = None, floating(params)
     if optimizer is not None:
-        opt_shardings = optax.tree.map_params(
-            optimizer,
-            like_parameter,
-            jax.eval_shape(optimizer.init, trained),
-            trained,
-            floating(params, shardings),
-            transform_non_params=lambda _: whole,
-            is_leaf=is_masked,
-        )
+        place = _Followers(trained, floating(params, shardings), whole)
+        kept = jax.eval_shape(optimizer.init, trained)
+        opt_shardings = jax.tree_util.tree_map_with_path(place.sharding, kept)
         opt_state = jax.jit(optimizer.init, out_shardings=opt_shardings)(trained)
     step, *bad = jax.jit(lambda: [jnp.int32(0)] * 4, out_shardings=whole)()
     return TrainState(step, params, opt_state, *bad)
+
+
+class _Followers:
+    """Where what an optimizer keeps lies: with the parameter whose path is in its own, whatever
+    optimizer it is; also without one of the dimensions, or with one more in front."""
+
+    def __init__(self, params: Any, shardings: Any, whole: Any):
+        leaves = jax.tree_util.tree_leaves_with_path(params)
+        self.params = {
+            path: (leaf.shape, sharding)
+            for (path, leaf), sharding in zip(leaves, jax.tree.leaves(shardings), strict=True)
+        }
+        self.whole = whole
+
+    def sharding(self, path: Any, leaf: Any) -> Any:
+        spans = itertools.combinations_with_replacement(range(len(path) + 1), 2)
+        for start, end in sorted(spans, key=lambda span: span[0] - span[1]):
+            if path[start:end] in self.params:
+                return self._like(leaf.shape, *self.params[path[start:end]])
+        return self.whole
+
+    def _like(self, shape: tuple[int, ...], of: tuple[int, ...], sharding: NamedSharding) -> Any:
+        if shape == of:
+            return sharding
+        entries = (*sharding.spec, *(None,) * (len(of) - len(sharding.spec)))
+        found: set[tuple[Any, ...]] = set()
+        if len(shape) == len(of) and all(n in (1, m) for n, m in zip(shape, of, strict=True)):
+            # An axis of which it keeps one value only is not split.
+            found = {tuple(e if n > 1 else None for e, n in zip(entries, shape, strict=True))}
+        elif shape[1:] == of:
+            found = {(None, *entries)}
+        elif len(shape) == len(of) - 1:
+            gone = [d for d in range(len(of)) if of[:d] + of[d + 1 :] == shape]
+            found = {entries[:d] + entries[d + 1 :] for d in gone}
+        if len(found) != 1:  # of another form, or of a form that might be of several dimensions
+            return self.whole
+        return NamedSharding(sharding.mesh, PartitionSpec(*found.pop()))
 
 
 def summed_gradients(sums: SumsFn, constrain: Callable[[Any], Any]) -> GradientsFn:

@@ -5,7 +5,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from core import Loss, UserError, make_mesh
+from core import Loss, MeshOptions, UserError, make_mesh
 from core.contract import weighted_sums
 from core.optimizer import AdamWOptions
 from core.step import initial_state, learning_rate, make_step, summed_gradients
@@ -147,3 +147,80 @@ def test_a_parameter_named_learning_rate_is_not_taken_for_it():
     assert learning_rate(optax.adam(0.1).init(params)) == {}
     state = optax.inject_hyperparams(optax.adam)(0.25).init(params)
     assert learning_rate(state) == {"learning_rate": 0.25}
+
+
+# What an optimizer keeps, and how it lies: as its parameter, or as what is left of its dimensions.
+PLACES = {"kernel": PartitionSpec("fsdp", "tensor"), "square": PartitionSpec("tensor", "fsdp")}
+PLACES |= {"bias": PartitionSpec("tensor"), "layers": PartitionSpec(None, "fsdp", "tensor")}
+SHAPES = {"kernel": (8, 16), "square": (8, 8), "bias": (16,), "layers": (3, 8, 16)}
+
+
+def kept(optimizer, params):
+    """{path: spec} of what is kept for parameters that lie at `PLACES`."""
+    mesh = make_mesh(MeshOptions(fsdp=2, tensor=4))
+    shardings = {name: NamedSharding(mesh, PLACES[name]) for name in params}
+    params = jax.device_put(params, shardings)
+    whole = NamedSharding(mesh, PartitionSpec())
+    state = initial_state(params, optimizer, shardings, whole).opt_state
+    flat = jax.tree_util.tree_leaves_with_path(state)
+    return {jax.tree_util.keystr(path): tuple(x.sharding.spec) for path, x in flat}
+
+
+def weights():
+    return {name: jnp.ones(shape) for name, shape in SHAPES.items()}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [optax.adamw, optax.lion, optax.lamb, optax.adafactor, optax.rprop, optax.novograd, optax.sgd],
+)
+def test_moments_lie_as_their_parameters(make):
+    places = kept(optax.chain(optax.clip_by_global_norm(1.0), make(1e-3)), weights())
+    for path, spec in places.items():
+        for name in SHAPES:
+            if path.endswith(f".mu['{name}']") or path.endswith(f".trace['{name}']"):
+                assert spec == tuple(PLACES[name]), path
+    assert places.get("[1][0].mu['bias']", ("tensor",)) == ("tensor",)
+
+
+def test_factored_moments_lie_as_what_is_left_of_their_parameters():
+    places = kept(optax.adafactor(1e-3, min_dim_size_to_factor=4), weights())
+    assert places["[0].v_row['kernel']"] == ("fsdp",)
+    assert places["[0].v_col['kernel']"] == ("tensor",)
+    assert places["[0].v_row['layers']"] == (None, "fsdp")
+    assert places["[0].v_col['layers']"] == (None, "tensor")
+    assert places["[0].v['bias']"] == ("tensor",)
+    # Of a square one it cannot be told which dimension is gone: a vector is kept whole.
+    assert places["[0].v_row['square']"] == places["[0].v_col['square']"] == ()
+
+
+def test_a_list_for_each_parameter_and_a_memory_of_several_steps():
+    params = {name: weights()[name] for name in ("kernel", "bias")}
+    places = kept(optax.sm3(1e-3), params)
+    assert places["[0].mu['kernel'][0]"] == ("fsdp",)
+    assert places["[0].mu['kernel'][1]"] == ("tensor",)
+    places = kept(optax.lbfgs(), params)
+    assert places["[0].diff_params_memory['kernel']"] == (None, "fsdp", "tensor")
+
+
+def test_parts_of_an_optimizer_see_their_parameters_alone():
+    labels = {"kernel": "a", "square": "b", "bias": "b", "layers": "a"}
+    parts = optax.multi_transform({"a": optax.adam(1e-3), "b": optax.sgd(1e-3, 0.9)}, labels)
+    places = kept(optax.inject_hyperparams(lambda learning_rate: parts)(1e-3), weights())
+    moments = {path: spec for path, spec in places.items() if "mu[" in path or "trace[" in path}
+    assert len(moments) == 4
+    for path, spec in moments.items():
+        (name,) = [name for name in SHAPES if path.endswith(f"['{name}']")]
+        assert spec == tuple(PLACES[name])
+
+
+def test_a_single_array_as_parameters():
+    mesh = make_mesh(MeshOptions(fsdp=8))
+    sharding = NamedSharding(mesh, PartitionSpec("fsdp"))
+    params, whole = (
+        jax.device_put(jnp.ones((16, 2)), sharding),
+        NamedSharding(mesh, PartitionSpec()),
+    )
+    state = initial_state(params, optax.adam(1e-3), sharding, whole).opt_state
+    assert state[0].mu.sharding.spec == PartitionSpec("fsdp")
+    assert state[0].count.sharding.spec == PartitionSpec()
