@@ -9,9 +9,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax.sharding import PartitionSpec
 
+from core import MeshOptions, Trainer, TrainOptions, make_mesh
 from core.contract import check_loss, check_outputs, check_signatures, weighted_sums
+from core.report import ReportOptions
 from tests.algorithms.cases import CASES
 
 ROOT = Path(__file__).parents[2]
@@ -113,6 +117,32 @@ def test_the_loss_is_pure(name):
     assert total(None) == total(None)
     assert total(jax.random.key(3)) == total(jax.random.key(3))
     assert batch.keys() == copy.keys() and all(batch[key] is copy[key] for key in batch)
+
+
+@packages
+def test_tensor_parallelism_needs_no_configuration_and_changes_nothing(name, x64):
+    case, out = case_of(name), []
+    params = jax.tree.map(lambda x: x.astype(float), case.params)
+    for sizes in (MeshOptions(1, 1, 1), MeshOptions(2, 1, 4)):
+        devices = jax.devices()[: sizes.data * sizes.fsdp * sizes.tensor]
+        trainer = Trainer(
+            case.collate,
+            case.loss,
+            case.predict,
+            params,
+            optax.sgd(0.1),
+            make_mesh(sizes, devices),
+            case.examples[:1],
+            options=TrainOptions(batch_size=4, report=ReportOptions(quiet=True)),
+            whole_batch=case.whole_batch,
+        )
+        loss = trainer.fit(case.examples[:4])["train"]["loss"]
+        outputs = [jax.tree.leaves(one) for one in trainer.predict(case.questions[:3])]
+        out.append([loss, jax.device_get(trainer.state.params), outputs])
+    for one, other in zip(*map(jax.tree.leaves, out), strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-11, atol=1e-12)
+    specs = jax.tree.leaves(trainer.inferred.specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    assert any("tensor" in spec for spec in specs)
 
 
 def imports_of(path):
