@@ -3,6 +3,7 @@
 from core.contract import Loss, at_least_float32
 from core.errors import UserError
 from core.mesh import HostOptions, MeshOptions, join_hosts, make_mesh, simulate_devices
+from core.padding import unpad
 from core.trainer import Trainer, TrainOptions
 
 __all__ = [
@@ -16,4 +17,5 @@ __all__ = [
     "join_hosts",
     "make_mesh",
     "simulate_devices",
+    "unpad",
 ]

@@ -41,7 +41,7 @@ def main(config: Config) -> None:
     trained = read_config(config.folder, train.Config())
     tokenizer = load_tokenizer(f"{config.folder}/tokenizer")
     prompts = [{"tokens": [tokenizer.end, *tokenizer.encode(text)]} for text in config.prompt]
-    model, _ = build(trained.model, tokenizer.vocab)
+    model, _ = build(trained.model, tokenizer.vocab, trained.pad_vocab)
     trainer = Trainer(
         partial(lm.collate, block=max(len(prompt["tokens"]) for prompt in prompts)),
         None,

@@ -79,7 +79,7 @@ class Decoder(nnx.Module):
     reorder rows without knowing more.
     """
 
-    def __init__(self, config: ModelConfig, vocab: int, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, vocab: int, padding: int = 0, *, rngs: nnx.Rngs):
         def normal(*shape, std):
             return nnx.Param(std * jax.random.normal(rngs.params(), shape))
 
@@ -89,12 +89,13 @@ class Decoder(nnx.Module):
         def ones(*shape):
             return nnx.Param(jnp.ones(shape))
 
-        self.config = config
+        self.config, self.vocab, self.padding = config, vocab, padding
         count, dim, hidden = config.layers, config.dim, config.hidden
         kv_dim = config.kv_heads * config.head_dim
         # The stream is a sum of 2L outputs of sublayers: its variance must not grow with L.
         gain = (2 * count) ** -0.5
-        self.embedding = normal(vocab, dim, std=dim**-0.5 if config.tied else 1.0)
+        embedding = normal(vocab, dim, std=dim**-0.5 if config.tied else 1.0)
+        self.embedding = nnx.Param(jnp.pad(embedding[...], ((0, padding), (0, 0))))
         self.layers = nnx.Dict(
             attention_norm=ones(count, dim),
             q=matrix(count, dim, dim),
@@ -108,7 +109,8 @@ class Decoder(nnx.Module):
         )
         self.norm = ones(dim)
         if not config.tied:
-            self.head = matrix(dim, vocab)
+            head = matrix(dim, vocab)
+            self.head = nnx.Param(jnp.pad(head[...], ((0, 0), (0, padding))))
 
     def __call__(self, tokens, key=None):
         """Logits [B, T, V] of what follows each of tokens [B, T]; a key turns dropout on."""
@@ -207,7 +209,10 @@ class Decoder(nnx.Module):
     def _logits(self, x):
         x = rms_norm(x, self.norm[...])
         head = self.embedding[...].T if self.config.tied else self.head[...]
-        return jnp.matmul(x, head, preferred_element_type=at_least_float32(x).dtype)
+        logits = jnp.matmul(x, head, preferred_element_type=at_least_float32(x).dtype)
+        if not self.padding:
+            return logits
+        return jnp.where(jnp.arange(logits.shape[-1])[None] < self.vocab, logits, -jnp.inf)
 
 
 def rms_norm(x, scale):
@@ -276,16 +281,25 @@ def dropout(x, rate, key, use):
     return jnp.where(keep, x / (1 - rate), 0)
 
 
-def build(config: ModelConfig, vocab: int):
+def build(config: ModelConfig, vocab: int, pad_vocab: int = 0):
     """The structure of a decoder, and the function key -> params that initialises it.
+
+    Embedding and head have `pad_vocab` rows, if that is more than the vocabulary: what is beyond it
+    is zero, never likely, and learns nothing, so no result depends on it.
 
     `nnx.merge(structure, params)` is the decoder with these parameters, a nested dict of arrays.
     """
 
-    def init(key):
-        return nnx.to_pure_dict(nnx.state(Decoder(config, vocab, rngs=nnx.Rngs(key))))
+    if 0 < pad_vocab < vocab:
+        raise UserError(f"pad_vocab {pad_vocab} is less than the vocabulary of {vocab}; use more.")
+    padding = max(pad_vocab - vocab, 0)
 
-    structure = nnx.graphdef(nnx.eval_shape(lambda: Decoder(config, vocab, rngs=nnx.Rngs(0))))
+    def init(key):
+        return nnx.to_pure_dict(nnx.state(Decoder(config, vocab, padding, rngs=nnx.Rngs(key))))
+
+    structure = nnx.graphdef(
+        nnx.eval_shape(lambda: Decoder(config, vocab, padding, rngs=nnx.Rngs(0)))
+    )
     return structure, init
 
 

@@ -35,6 +35,9 @@ class Config:
     vocab_size: int = 0
     """Symbols that bpe is trained to and that any tokenizer must fit in; 0 is 4096 for bpe, and as
     many as it has for any other."""
+    pad_vocab: int = 0
+    """Rows of embedding and head, where the devices along tensor do not divide the vocabulary; 0 is
+    as many as that."""
     block: int = 128
     """Tokens of context in training."""
     completions: int = 3
@@ -47,8 +50,10 @@ class Config:
     run: Shared = RunOptions(steps=600, batch_size=16, eval_every=150, clip_norm=1.0)
 
     def __post_init__(self) -> None:
-        for name, least in (("vocab_size", 0), ("block", 1), ("completions", 0), ("new_tokens", 1)):
-            at_least(self, name, least)
+        for name in ("vocab_size", "pad_vocab", "completions"):
+            at_least(self, name, 0)
+        for name in ("block", "new_tokens"):
+            at_least(self, name, 1)
 
 
 def main(config: Config) -> None:
@@ -59,7 +64,7 @@ def main(config: Config) -> None:
     run = Run("lm", config, {"corpus": corpus.digest})
     run.save("tokenizer", tokenizer.save)
 
-    model, init = build(config.model, tokenizer.vocab)
+    model, init = build(config.model, tokenizer.vocab, config.pad_vocab)
     trainer = Trainer(
         partial(lm.collate, block=config.block),
         partial(lm.loss, model=model),

@@ -11,9 +11,10 @@ from jax.sharding import PartitionSpec as P
 
 from algorithms.lm import lm
 from algorithms.lm.model import ModelConfig, build
-from core import MeshOptions, Trainer, TrainOptions, make_mesh
+from core import MeshOptions, Trainer, TrainOptions, UserError, make_mesh, unpad
 from core.data import batches
 from core.decode import Sampling
+from core.report import ReportOptions
 from core.step import row_keys
 from tests.core.rules.collectives import count
 
@@ -70,3 +71,57 @@ def test_generation_reduces_twice_per_layer_and_token_and_splits_the_cache(train
     size = f"[2,{ROWS},{PROMPT + 1 + NEW},"
     assert f"{size}1,8]" in text, "one of four heads of the cache on each device"
     assert f"{size}4,8]" not in text
+
+
+def padded_trainer(pad_vocab, optimizer, tied=False):
+    config = ModelConfig(layers=1, dim=16, heads=4, kv_heads=4, hidden=24, tied=tied)
+    model, init = build(config, 23, pad_vocab)
+    sampling = Sampling(temperature=1.0, top_k=5)
+    sizes = MeshOptions(data=2, tensor=4) if pad_vocab else MeshOptions(data=8)
+    return Trainer(
+        partial(lm.collate, block=8),
+        partial(lm.loss, model=model),
+        partial(lm.predict, model=model, length=6, sampling=sampling),
+        init,
+        optimizer,
+        make_mesh(sizes),
+        SHORT[:1],
+        options=TrainOptions(batch_size=8, epochs=3, report=ReportOptions(quiet=True)),
+    )
+
+
+SHORT = [{"tokens": list(range(n, n + 9)), "bytes": [1.0] * 8} for n in range(14)]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_padded_vocabulary_is_split_and_changes_nothing(tied, x64):
+    optimizer = optax.adamw(1e-2, weight_decay=0.1)
+    plain, padded = (padded_trainer(n, optimizer, tied) for n in (0, 24))
+    assert padded.inferred.specs["embedding"] == P("tensor")
+    assert padded.inferred.problems == []
+    losses = [trainer.fit(SHORT)["train"]["loss"] for trainer in (plain, padded)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+    true = unpad(padded.state.params, plain.state.params)
+    for one, other in zip(*map(jax.tree.leaves, (plain.state.params, true)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-12)
+    np.testing.assert_array_equal(padded.state.params["embedding"][23:], 0)
+    prompts = [{"tokens": [3, 4, 5]}, {"tokens": [20]}]
+    np.testing.assert_array_equal(plain.predict(prompts), padded.predict(prompts))
+
+
+def test_padding_to_less_than_the_vocabulary_is_refused():
+    with pytest.raises(UserError, match="pad_vocab 22 is less than the vocabulary of 23; use more"):
+        build(ModelConfig(), 23, 22)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "says"),
+    [
+        ({"a": np.zeros((3, 4))}, r"a has the shape \[2, 5\], which cannot be cut to \[3, 4\]"),
+        ({"a": np.zeros(2)}, r"a has the shape \[2, 5\], which cannot be cut to \[2\]"),
+        ({"b": np.zeros((2, 5))}, "The shapes to cut the parameters to are those of others"),
+    ],
+)
+def test_shapes_that_parameters_cannot_be_cut_to_are_refused(shapes, says):
+    with pytest.raises(UserError, match=says):
+        unpad({"a": np.zeros((2, 5))}, shapes)
