@@ -110,9 +110,9 @@ def self_attention(p, x, heads=H, kv=H, rope=False, causal=True, how="grouped", 
     """Separate q, k, v and o; grouped heads in one of the ways that models do it."""
     rows, time, _ = x.shape
     memory = x if memory is None else memory
-    q = linear(p, "q", x).reshape(rows, time, heads, E)
-    k = linear(p, "k", memory).reshape(rows, memory.shape[1], kv, E)
-    v = linear(p, "v", memory).reshape(rows, memory.shape[1], kv, E)
+    q = linear(p, "q", x).reshape(rows, time, heads, -1)
+    k = linear(p, "k", memory).reshape(rows, memory.shape[1], kv, -1)
+    v = linear(p, "v", memory).reshape(rows, memory.shape[1], kv, -1)
     if rope:
         q, k = rotate(q), rotate(k)
     if how == "jax":
@@ -120,12 +120,12 @@ def self_attention(p, x, heads=H, kv=H, rope=False, causal=True, how="grouped", 
     elif how == "repeated" or heads == kv:
         out = attend(q, *(jnp.repeat(a, heads // kv, axis=2) for a in (k, v)), causal)
     else:
-        q = q.reshape(rows, time, kv, heads // kv, E)
-        scores = jnp.einsum("bqkge,bske->bkgqs", q, k) / E**0.5
+        q = q.reshape(rows, time, kv, heads // kv, -1)
+        scores = jnp.einsum("bqkge,bske->bkgqs", q, k) / q.shape[-1] ** 0.5
         mask = jnp.tril(jnp.ones((time, time), bool))
         scores = jax.nn.softmax(jnp.where(mask[None, None, None], scores, -1e9), -1)
         out = jnp.einsum("bkgqs,bske->bqkge", scores, v)
-    return linear(p, "o", out.reshape(rows, time, heads * E))
+    return linear(p, "o", out.reshape(rows, time, -1))
 
 
 def linear(p, name, x):
@@ -135,10 +135,9 @@ def linear(p, name, x):
     return y + p[name + "_bias"] if name + "_bias" in p else y
 
 
-def attention_shapes(heads=H, kv=H, bias=False, width=D):
-    shapes = {"q": (width, heads * E), "k": (width, kv * E), "v": (width, kv * E)}
-    shapes |= {"o": (heads * E, width)}
-    sizes = {"q": heads * E, "k": kv * E, "v": kv * E, "o": width}
+def attention_shapes(heads=H, kv=H, bias=False, width=D, size=E):
+    sizes = {"q": heads * size, "k": kv * size, "v": kv * size, "o": width}
+    shapes = {name: (width, n) for name, n in sizes.items()} | {"o": (heads * size, width)}
     return shapes | ({f"{name}_bias": (n,) for name, n in sizes.items()} if bias else {})
 
 
@@ -203,12 +202,13 @@ def decoder(
     cast=None,
     layers=L,
     vocab=V,
+    width=D,
 ):
     """A decoder of layers of these shapes."""
-    shapes = {"embed": (vocab, D), "norm1": (D,)}
+    shapes = {"embed": (vocab, width), "norm1": (width,)}
     shapes |= {"layers": stacked(layer, layers) if scan else [layer] * layers}
-    shapes |= {} if tied else {"head": (D, vocab)}
-    shapes |= {"positions": (T, D)} if positions else {}
+    shapes |= {} if tied else {"head": (width, vocab)}
+    shapes |= {"positions": (T, width)} if positions else {}
 
     def loss(params, batch, key):
         if cast:
@@ -330,14 +330,16 @@ def convolve(x, kernel, stride=1, groups=1):
     )
 
 
-def encoder_decoder(kind="t5", layers=L):
+def encoder_decoder(kind="t5", layers=L, width=D, heads=H, size=E, hidden=F, vocab=V):
     """Like T5 (relative biases, pre-norm), BART (post-norm) or Whisper (convolutions in front)."""
+    D, H, E, F, V = width, heads, size, hidden, vocab  # noqa: N806
     post, bias = ("post" if kind == "bart" else "pre"), kind != "t5"
-    extra = LAYER_NORMS if bias else NORMS
-    feed = MLP if bias else {"up": (D, F), "down": (F, D)}
-    layer = attention_shapes(bias=bias) | feed | extra
-    third = {"norm3": (D,)} | ({"norm3_bias": (D,)} if bias else {})
-    second = {"cross": attention_shapes(bias=bias)} | third
+    parts = ("", "_bias") if bias else ("",)
+    extra = {f"norm{i}{part}": (D,) for i in (1, 2) for part in parts}
+    feed = {"up": (D, F), "down": (F, D)} | ({"up_bias": (F,), "down_bias": (D,)} if bias else {})
+    attention = attention_shapes(H, H, bias, D, E)
+    layer = attention | feed | extra
+    second = {"cross": attention} | {f"norm3{part}": (D,) for part in parts}
     shapes = {"embed": (V, D), "encoder": [layer] * layers, "decoder": [layer | second] * layers}
     shapes |= {"bias": (T + 2, H)} if kind == "t5" else {"positions": (T + 2, D)}
     shapes |= {"front": (3, V, D), "front_bias": (D,)} if kind == "whisper" else {}
@@ -371,7 +373,7 @@ def encoder_decoder(kind="t5", layers=L):
 
         def decode(p, y, key):
             def crossing(p, y):
-                return self_attention(p["cross"], y, causal=False, memory=memory)
+                return self_attention(p["cross"], y, H, H, causal=False, memory=memory)
 
             causal = partial(biased, params, causal=True)
             if post == "post":
