@@ -34,10 +34,10 @@ def count(text):
             continue
         seen |= {(kind, channel[1])} if channel else set()
         number = len(_SHAPE.findall(shapes))
-        if kind == "all-to-all":
+        if kind == "all-to-all" or (start and kind == "collective-permute"):
             number = 1
-        elif start and kind in ("all-gather", "collective-permute"):
-            number = max(1, number // 2)
+        elif start and kind == "all-gather":  # what goes in is listed too
+            number = number // 2
         found[KINDS[kind]] += number
     return found
 
