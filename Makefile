@@ -13,6 +13,7 @@ JOBS ?= 2
 
 VENV := .venv
 HEAVY := .venv-heavy
+FOREIGN := .venv-foreign
 PIP = -m pip install --quiet --disable-pip-version-check
 STAMPS := requirements/runtime.txt Makefile
 
@@ -44,6 +45,11 @@ $(HEAVY)/all: $(STAMPS) requirements/test.txt requirements/heavy.txt requirement
 	$(HEAVY)/bin/python $(PIP) --no-deps -r requirements/no-deps.txt
 	@touch $@
 
+$(FOREIGN)/all: requirements/foreign.txt Makefile
+	$(call make-env,$(FOREIGN))
+	$(FOREIGN)/bin/python $(PIP) -r requirements/foreign.txt
+	@touch $@
+
 # An environment made by another Python than the one chosen is used as it is.
 define make-env
 	@test -n '$(PYTHON)' || { echo 'No Python from 3.11 to 3.14 with venv was found: install one, or name it with make PYTHON=...'; exit 1; }
@@ -61,8 +67,9 @@ test: $(VENV)/test
 test-slow: $(VENV)/test
 	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile -m slow $(ARGS)
 
-test-all: $(HEAVY)/all
+test-all: $(HEAVY)/all $(FOREIGN)/all
 	$(HEAVY)/bin/python -m pytest -n $(JOBS) --dist loadfile -m heavy $(ARGS)
+	$(FOREIGN)/bin/python -m pytest -m foreign tests/core/rules/test_foreign.py
 
 lint: $(VENV)/lint
 	$(VENV)/bin/ruff format --check .
@@ -80,4 +87,4 @@ bench: $(VENV)/runtime$(JAX)
 	$(VENV)/bin/python -m benchmarks.checkpoint
 
 clean:
-	rm -rf $(VENV) $(HEAVY)
+	rm -rf $(VENV) $(HEAVY) $(FOREIGN)
