@@ -168,15 +168,17 @@ class Walk:
         return None
 
     def _scan(self, eqn: Any, ins: list[Value]) -> list[Value]:
-        params, length = eqn.params, eqn.params["length"]
-        consts = params["num_consts"]
-        first = consts + params["num_carry"]
+        body, length = eqn.params["jaxpr"], eqn.params["length"]
+        # What is stacked has one axis more outside than inside, going in and coming out.
+        carries = sum(map(_same_rank, eqn.outvars, body.jaxpr.outvars))
+        first = sum(map(_same_rank, eqn.invars, body.jaxpr.invars))
+        consts = first - carries
         for value in ins[first:]:
             if value.param is not None:  # layers: of other values only the order is kept
                 self.frozen.append(value.axes[0])
         slices = [Value(value.axes[1:], value.param) for value in ins[first:]]
         self._trips *= length
-        outs = self.run(params["jaxpr"], ins[:first] + slices)
+        outs = self.run(body, ins[:first] + slices)
         self._trips //= max(length, 1)
         carried = self._repeated(ins[consts:first], outs)
         lead = ins[first].axes[0] if len(ins) > first else fresh([length])[0]
@@ -191,3 +193,7 @@ class Walk:
         for one, other in zip(values, others, strict=True):
             for a, b in zip(one.axes, other.axes, strict=True):
                 self.same(a, b, 0)
+
+
+def _same_rank(one: Any, other: Any) -> bool:
+    return len(one.aval.shape) == len(other.aval.shape)
