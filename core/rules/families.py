@@ -1,7 +1,8 @@
 """What each kind of equation does to the axes of its operands.
 
 A family is a function (walk, equation, values) -> the axes of each result. It notes what splitting
-an axis would cost (`walk.note`), and which axes are the same dimension (`walk.same`).
+an axis would cost (`walk.note`), and which axes are the same dimension (`walk.same`). Costs are in
+bytes of the first result, or for what breaks of the first operand, unless given.
 
 Shapes are those of the equation: an axis of size 1 has no factors, and so is nobody's.
 """
@@ -31,7 +32,7 @@ def elementwise(walk: "Walk", eqn: Any, ins: Ins) -> Outs:
         if atom.aval.shape and not _fits(atom.aval.shape, shape):
             return walk.broken(eqn, ins)
         for d, axis in enumerate(value.axes):
-            walk.same(axes[d], axis, _out_bytes(eqn))
+            walk.same(axes[d], axis)
     return [axes for _ in eqn.outvars]
 
 
@@ -48,23 +49,21 @@ def new(walk: "Walk", eqn: Any, ins: Ins) -> Outs:
 def dot_general(walk: "Walk", eqn: Any, ins: Ins) -> Outs:
     contracted, batch = eqn.params["dimension_numbers"]
     left, right = ins
-    made = _out_bytes(eqn)
     for i, j in [*zip(*contracted, strict=True), *zip(*batch, strict=True)]:
-        walk.same(left.axes[i], right.axes[j], made)
+        walk.same(left.axes[i], right.axes[j])
     param = left.param if right.param is None else right.param
     for i in contracted[0]:
-        walk.note("contract", left.axes[i], made, param)
+        walk.note("contract", left.axes[i], param)
     out = [left.axes[i] for i in batch[0]]
     for value, summed, shared in zip(ins, contracted, batch, strict=True):
         free = [axis for i, axis in enumerate(value.axes) if i not in (*summed, *shared)]
         out += free
-        for axis in free if value.param is not None else ():
-            walk.note("column", axis, made, value.param)
-        for i in shared:
-            if value.param is not None:
-                walk.note("batch", value.axes[i], made, value.param)
+        if value.param is not None:
+            for kind, axes in (("column", free), ("batch", [value.axes[i] for i in shared])):
+                for axis in axes:
+                    walk.note(kind, axis, value.param)
     for i in batch[0] if param is None else ():
-        walk.note("attend", left.axes[i], made)
+        walk.note("attend", left.axes[i])
     return [out]
 
 
@@ -72,25 +71,20 @@ def convolution(walk: "Walk", eqn: Any, ins: Ins) -> Outs:
     """A window is never split: its gradient was wrong, split together with a batch (jax 0.10.2)."""
     left, right = ins
     lhs, rhs, out = eqn.params["dimension_numbers"]
-    made, axes = _out_bytes(eqn), list(fresh(eqn.outvars[0].aval.shape))
+    axes = list(fresh(eqn.outvars[0].aval.shape))
     features, kernels = left.axes[lhs[1]], right.axes[rhs[0]]
-    for i in rhs[2:]:
-        walk.frozen.append(right.axes[i])
+    walk.frozen += [right.axes[i] for i in rhs[2:]]
     for i in lhs[2:]:
-        walk.note("break", left.axes[i], bytes_of(eqn.invars[0]))
-    if eqn.params["batch_group_count"] > 1:
+        walk.note("break", left.axes[i])
+    grouped = eqn.params["feature_group_count"] > 1
+    depthwise = grouped and size(features) == size(kernels)
+    if eqn.params["batch_group_count"] > 1 or (grouped and not depthwise):
         return walk.broken(eqn, ins)
+    walk.same(features, kernels if depthwise else right.axes[rhs[1]])
+    if not depthwise:
+        walk.note("contract", features, left.param if right.param is None else right.param)
+    walk.note("column", kernels, right.param)
     axes[out[0]], axes[out[1]] = left.axes[lhs[0]], kernels
-    if eqn.params["feature_group_count"] == 1:
-        walk.same(features, right.axes[rhs[1]], made)
-        param = left.param if right.param is None else right.param
-        walk.note("contract", features, made, param)
-        walk.note("column", kernels, made, right.param)
-    elif size(features) == size(kernels):  # depthwise
-        walk.same(features, kernels, made)
-        walk.note("column", kernels, made, right.param)
-    else:
-        return walk.broken(eqn, ins)
     return [axes]
 
 
@@ -106,14 +100,10 @@ def reshape(walk: "Walk", eqn: Any, ins: Ins) -> Outs:
     old, shape = ins[0].axes, eqn.outvars[0].aval.shape
     out: list[Axis] = []
     for olds, news in _groups(eqn.invars[0].aval.shape, shape):
-        axes = regroup([f for axis in old[olds] for f in axis], shape[news])
-        if axes is None:
-            for axis in old[olds]:
-                walk.note("break", axis, bytes_of(eqn.invars[0]))
-        out += fresh(shape[news]) if axes is None else axes
+        out += _regrouped(walk, [f for axis in old[olds] for f in axis], shape[news])
     if ins[0].param is None:
         for axis in out:
-            walk.note("merge", axis, _out_bytes(eqn))
+            walk.note("merge", axis)
     return [out]
 
 
@@ -133,6 +123,14 @@ def _groups(old: Sequence[int], new: Sequence[int]) -> Iterable[tuple[slice, sli
         i, j = a, b
 
 
+def _regrouped(walk: "Walk", axis: Axis, sizes: Sequence[int]) -> Sequence[Axis]:
+    axes = regroup(axis, sizes)
+    if axes is None:
+        walk.note("break", axis)
+        return fresh(sizes)
+    return axes
+
+
 def transpose(walk: "Walk", eqn: Any, ins: Ins) -> Outs:
     return [[ins[0].axes[d] for d in eqn.params["permutation"]]]
 
@@ -145,23 +143,22 @@ def squeeze(walk: "Walk", eqn: Any, ins: Ins) -> Outs:
 def reduce(walk: "Walk", eqn: Any, ins: Ins) -> Outs:
     gone = {d % len(ins[0].axes) for d in eqn.params["axes"]}
     for d in gone:
-        walk.note("reduce", ins[0].axes[d], _out_bytes(eqn))
+        walk.note("reduce", ins[0].axes[d])
     left = [axis for d, axis in enumerate(ins[0].axes) if d not in gone]
     return [left for _ in eqn.outvars]
 
 
 def along(walk: "Walk", eqn: Any, ins: Ins) -> Outs:
-    """Cumulative sums, sorting and the like: all axes are kept but the one worked along."""
-    params, rank = eqn.params, len(ins[0].axes)
-    given = params.get("axis", params.get("dimension", params.get("dimensions", rank - 1)))
-    worked = {d % rank for d in (given if isinstance(given, tuple | list) else (given,))}
-    for atom, value in zip(eqn.invars, ins, strict=True):
+    """Cumulative sums, sorting and the like: what is needed whole is the axis worked along."""
+    params, axes = eqn.params, ins[0].axes
+    given = params.get("axis", params.get("dimension", params.get("dimensions", len(axes) - 1)))
+    worked = {d % len(axes) for d in (given if isinstance(given, tuple | list) else (given,))}
+    for value in ins:
         for d, axis in enumerate(value.axes):
+            walk.same(axes[d], axis)
             if d in worked:
-                walk.note("break", axis, bytes_of(atom))
-            else:
-                walk.same(ins[0].axes[d], axis, bytes_of(atom))
-    old, axes = eqn.invars[0].aval.shape, ins[0].axes
+                walk.note("break", axis)
+    old = eqn.invars[0].aval.shape
     return [
         [axes[d] if n == old[d] else fresh([n])[0] for d, n in enumerate(v.aval.shape)]
         for v in eqn.outvars
@@ -185,75 +182,57 @@ def partitions(jaxpr: Any) -> Cuts:
     return out
 
 
-def slice_(walk: "Walk", eqn: Any, ins: Ins, cuts: Cuts) -> Outs:
+def window(walk: "Walk", eqn: Any, ins: Ins, cuts: Cuts | None = None) -> Outs:
+    """Slices and padding: an axis that is taken whole is kept, and so are parts of equal size."""
+    old, shape = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    strides = eqn.params.get("strides") or (1,) * len(old)
+    # One of a parameter's layers, in a loop that is unrolled.
+    ones = [d for d, n in enumerate(old) if shape[d] == 1 < n]
+    layer = ones[0] if ins[0].param is not None and len(ones) == 1 else None
     out: list[Axis] = []
-    old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    single = _single(walk, old, new, ins[0])
     for d, axis in enumerate(ins[0].axes):
-        parts = cuts.get((eqn.invars[0], d), [])
-        stride = (eqn.params["strides"] or (1,) * len(old))[d]
-        if new[d] == old[d]:
+        parts = (cuts or {}).get((eqn.invars[0], d), [1])
+        if shape[d] == old[d]:
             out.append(axis)
-        elif parts and min(parts) > 1:
-            out.append(_part(walk, axis, parts, new[d], eqn))
-        elif stride > 1 and old[d] == new[d] * stride:  # one of interleaved parts
-            out.append(_regrouped(walk, axis, [new[d], stride], eqn)[0])
+        elif min(parts) > 1:
+            out.append(_part(walk, axis, parts, shape[d]))
+        elif strides[d] > 1 and old[d] == shape[d] * strides[d]:  # one of interleaved parts
+            out.append(_regrouped(walk, axis, [shape[d], strides[d]])[0])
         else:
-            out.append(_cut(walk, axis, new[d], eqn, d == single))
+            out += fresh([shape[d]])
+            walk.pieces.append((out[-1], axis))
+            if d == layer:
+                walk.frozen.append(axis)
+            else:
+                walk.note("break", axis)
     return [out]
 
 
 def split(walk: "Walk", eqn: Any, ins: Ins) -> Outs:
     d, sizes = eqn.params["axis"], [int(n) for n in eqn.params["sizes"]]
     before, axis, after = ins[0].axes[:d], ins[0].axes[d], ins[0].axes[d + 1 :]
-    return [(*before, _part(walk, axis, sizes, n, eqn), *after) for n in sizes]
+    return [(*before, _part(walk, axis, sizes, n), *after) for n in sizes]
 
 
-def _single(walk: "Walk", old: Sequence[int], new: Sequence[int], value: "Value") -> int | None:
-    """The axis of a parameter of which a slice takes one: layers, in a loop that is unrolled."""
-    ones = [d for d, n in enumerate(old) if new[d] == 1 < n]
-    if value.param is None or len(ones) != 1:
-        return None
-    walk.frozen.append(value.axes[ones[0]])
-    return ones[0]
-
-
-def _cut(walk: "Walk", axis: Axis, n: int, eqn: Any, single: bool) -> Axis:
-    """The axis of n out of an axis."""
-    if not single:
-        walk.note("break", axis, bytes_of(eqn.invars[0]))
-    piece = fresh([n])[0]
-    walk.pieces.append((piece, axis))
-    return piece
-
-
-def _part(walk: "Walk", axis: Axis, sizes: Sequence[int], n: int, eqn: Any) -> Axis:
+def _part(walk: "Walk", axis: Axis, sizes: Sequence[int], n: int) -> Axis:
     """The axis of a part of a fused q|k|v or gate|up, which is cut into parts of these sizes."""
     if len(set(sizes)) > 1:
-        walk.note("break", axis, bytes_of(eqn.invars[0]) * n // sum(sizes))
+        walk.note("break", axis)
         return fresh([n])[0]
-    which, rest = _regrouped(walk, axis, [len(sizes), n], eqn)
+    which, rest = _regrouped(walk, axis, [len(sizes), n])
     walk.fused.append(which)
     return rest
-
-
-def _regrouped(walk: "Walk", axis: Axis, sizes: Sequence[int], eqn: Any) -> Sequence[Axis]:
-    axes = regroup(axis, sizes)
-    if axes is None:
-        walk.note("break", axis, bytes_of(eqn.invars[0]))
-        return fresh(sizes)
-    return axes
 
 
 def concatenate(walk: "Walk", eqn: Any, ins: Ins) -> Outs:
     d, first = eqn.params["dimension"], ins[0].axes
     equal = len({v.aval.shape[d] for v in eqn.invars}) == 1
-    for atom, value in zip(eqn.invars, ins, strict=True):
+    for value in ins:
         for i, axis in enumerate(value.axes):
             if i != d or equal:
-                walk.same(first[i], axis, bytes_of(atom))
+                walk.same(first[i], axis)
             else:
-                walk.note("break", axis, bytes_of(atom))
+                walk.note("break", axis)
     number = [Factor(len(ins))] if len(ins) > 1 else []
     joined = (*number, *first[d]) if equal else fresh([eqn.outvars[0].aval.shape[d]])[0]
     return [(*first[:d], joined, *first[d + 1 :])]
@@ -262,7 +241,7 @@ def concatenate(walk: "Walk", eqn: Any, ins: Ins) -> Outs:
 def stack(walk: "Walk", eqn: Any, ins: Ins) -> Outs:
     for value in ins[1:]:
         for one, other in zip(ins[0].axes, value.axes, strict=True):
-            walk.same(one, other, _out_bytes(eqn))
+            walk.same(one, other)
     d = eqn.params["axis"] % (len(ins[0].axes) + 1)
     return [(*ins[0].axes[:d], *fresh([len(ins)]), *ins[0].axes[d:])]
 
@@ -272,7 +251,7 @@ def unstack(walk: "Walk", eqn: Any, ins: Ins) -> Outs:
     if ins[0].param is not None:
         walk.frozen.append(ins[0].axes[d])
     else:
-        walk.note("break", ins[0].axes[d], bytes_of(eqn.invars[0]))
+        walk.note("break", ins[0].axes[d])
     return [ins[0].axes[:d] + ins[0].axes[d + 1 :] for _ in eqn.outvars]
 
 
@@ -281,68 +260,58 @@ def tile(walk: "Walk", eqn: Any, ins: Ins) -> Outs:
     return [[(*fresh([times])[0], *axis) for times, axis in pairs]]
 
 
-def window(walk: "Walk", eqn: Any, ins: Ins) -> Outs:
-    """Padding, dynamic slices: an axis that is taken whole is kept."""
-    old, shape = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    out = [*ins[0].axes]
-    single = _single(walk, old, shape, ins[0]) if eqn.primitive.name == "dynamic_slice" else None
-    for d, axis in enumerate(ins[0].axes):
-        if old[d] != shape[d]:
-            out[d] = _cut(walk, axis, shape[d], eqn, d == single)
-    return [out]
-
-
 def dynamic_update_slice(walk: "Walk", eqn: Any, ins: Ins) -> Outs:
-    for d, (axis, part) in enumerate(zip(ins[0].axes, ins[1].axes, strict=True)):
-        if eqn.invars[0].aval.shape[d] == eqn.invars[1].aval.shape[d]:
-            walk.same(axis, part, _out_bytes(eqn))
+    old, part = (v.aval.shape for v in eqn.invars[:2])
+    for d, axis in enumerate(ins[0].axes):
+        if old[d] == part[d]:
+            walk.same(axis, ins[1].axes[d])
         else:
-            walk.note("break", axis, _out_bytes(eqn))
+            walk.note("break", axis)
     return [ins[0].axes]
 
 
 def gather(walk: "Walk", eqn: Any, ins: Ins) -> Outs:
-    numbers, (value, index) = eqn.params["dimension_numbers"], ins[:2]
-    taken = eqn.invars[0].aval.shape
-    out = list(fresh(eqn.outvars[0].aval.shape))
-    gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
-    kept = [d for d in range(len(value.axes)) if d not in gone]
-    for d, o in zip(kept, numbers.offset_dims, strict=True):
-        if eqn.params["slice_sizes"][d] == taken[d]:
-            out[o] = value.axes[d]
-        else:
-            walk.note("break", value.axes[d], bytes_of(eqn.invars[0]))
-    rest = [o for o in range(len(out)) if o not in numbers.offset_dims]
-    for o, axis in zip(rest, index.axes[:-1], strict=True):
-        out[o] = axis
-    pairs = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
-    for d, i in pairs:
-        walk.same(value.axes[d], index.axes[i], _out_bytes(eqn))
-    for d in numbers.collapsed_slice_dims:
-        walk.note("lookup", value.axes[d], _out_bytes(eqn), value.param)
-    return [out]
+    n = eqn.params["dimension_numbers"]
+    batch = (n.operand_batching_dims, n.start_indices_batching_dims)
+    part = eqn.outvars[0].aval.shape
+    return [_indexed(walk, eqn, ins, part, n.collapsed_slice_dims, batch, n.offset_dims)]
 
 
 def scatter(walk: "Walk", eqn: Any, ins: Ins) -> Outs:
-    numbers, (value, index, update) = eqn.params["dimension_numbers"], ins[:3]
-    whole, part = eqn.invars[0].aval.shape, eqn.invars[2].aval.shape
-    gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
-    kept = [d for d in range(len(value.axes)) if d not in gone]
-    for d, o in zip(kept, numbers.update_window_dims, strict=True):
+    n = eqn.params["dimension_numbers"]
+    batch = (n.operand_batching_dims, n.scatter_indices_batching_dims)
+    part = eqn.invars[2].aval.shape
+    axes = _indexed(walk, eqn, ins, part, n.inserted_window_dims, batch, n.update_window_dims)
+    for one, other in zip(axes, ins[2].axes, strict=True):
+        walk.same(one, other)
+    return [ins[0].axes]
+
+
+def _indexed(
+    walk: "Walk",
+    eqn: Any,
+    ins: Ins,
+    part: Sequence[int],
+    looked_up: Sequence[int],
+    batch: tuple[Sequence[int], Sequence[int]],
+    kept: Sequence[int],
+) -> Sequence[Axis]:
+    """The axes of what is read from an array, or written into it, at indices: of this shape."""
+    whole, (value, index) = eqn.invars[0].aval.shape, ins[:2]
+    out = list(fresh(part))
+    rest = [d for d in range(len(whole)) if d not in (*looked_up, *batch[0])]
+    for d, o in zip(rest, kept, strict=True):
         if whole[d] == part[o]:
-            walk.same(value.axes[d], update.axes[o], _out_bytes(eqn))
+            out[o] = value.axes[d]
         else:
-            walk.note("break", value.axes[d], bytes_of(eqn.invars[0]))
-    for d in numbers.inserted_window_dims:
-        walk.note("lookup", value.axes[d], bytes_of(eqn.invars[2]))
-    rest = [o for o in range(len(update.axes)) if o not in numbers.update_window_dims]
-    for o, axis in zip(rest, index.axes[:-1], strict=True):
-        walk.same(axis, update.axes[o], bytes_of(eqn.invars[2]))
-    for d, i in zip(
-        numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True
-    ):
-        walk.same(value.axes[d], index.axes[i], _out_bytes(eqn))
-    return [value.axes]
+            walk.note("break", value.axes[d])
+    for o, axis in zip([o for o in range(len(part)) if o not in kept], index.axes, strict=False):
+        out[o] = axis
+    for d, i in zip(*batch, strict=True):
+        walk.same(value.axes[d], index.axes[i])
+    for d in looked_up:
+        walk.note("lookup", value.axes[d], value.param)
+    return out
 
 
 def opaque(signature: str) -> "Family":
@@ -355,12 +324,12 @@ def opaque(signature: str) -> "Family":
         known: dict[str, Axis] = {}
         for names, value in zip(letters, ins, strict=False):
             for name, axis in zip(names, value.axes, strict=True):
-                walk.same(known.setdefault(name, axis), axis, _out_bytes(eqn))
+                walk.same(known.setdefault(name, axis), axis)
         for name, axis in known.items():
-            walk.note("attend" if name in output else "contract", axis, _out_bytes(eqn))
-        for atom, value in list(zip(eqn.invars, ins, strict=True))[len(letters) :]:
+            walk.note("attend" if name in output else "contract", axis)
+        for value in ins[len(letters) :]:
             for axis in value.axes:
-                walk.note("break", axis, bytes_of(atom))
+                walk.note("break", axis)
         others = [fresh(v.aval.shape) for v in eqn.outvars[1:]]
         return [[known[name] for name in output], *others]
 
@@ -384,10 +353,6 @@ def bytes_of(atom: Any) -> int:
 
 def _size(atom: Any) -> int:
     return math.prod(atom.aval.shape)
-
-
-def _out_bytes(eqn: Any) -> int:
-    return bytes_of(eqn.outvars[0])
 
 
 Family = Callable[["Walk", Any, Ins], Outs]

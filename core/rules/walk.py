@@ -87,7 +87,7 @@ class Walk:
             constant: bool = isinstance(atom, Literal)
             return Value(fresh(atom.aval.shape)) if constant else env[atom]
 
-        cuts = families.partitions(inner)
+        caller, cuts = self._at, families.partitions(inner)
         for eqn in inner.eqns:
             self._at, self.equations = eqn, self.equations + 1
             ins = [read(v) for v in eqn.invars]
@@ -98,6 +98,7 @@ class Walk:
                 outs = [Value(tuple(map(tuple, out)), param) for out in axes]
                 self.values += [value.axes for value in outs]
             env.update(zip(eqn.outvars, outs, strict=True))
+        self._at = caller
         return [read(v) for v in inner.outvars]
 
     def frozen_factors(self) -> set[Factor]:
@@ -116,27 +117,30 @@ class Walk:
             for axes in self.params
         ]
 
-    def note(self, kind: str, axis: Axis, nbytes: int, param: int | None = None) -> None:
+    def note(self, kind: str, axis: Axis, param: int | None = None, atom: Any = None) -> None:
+        """An event of the equation at hand, with the bytes of this atom or of the likely one."""
         if axis:
+            atoms = self._at.invars if kind == "break" else self._at.outvars
+            nbytes = families.bytes_of(atoms[0] if atom is None else atom)
             self.events.append(Event(kind, axis, nbytes * self._trips, param))
 
-    def same(self, one: Axis, other: Axis, nbytes: int) -> None:
+    def same(self, one: Axis, other: Axis) -> None:
         """Two axes of one size are the same dimension."""
         if one and other and not unify(one, other):
             for axis in (one, other):
-                self.note("break", axis, nbytes)
+                self.note("break", axis)
 
     def broken(self, eqn: Any, ins: Sequence[Value]) -> list[Axes]:
         """The results of an equation through which nothing is followed."""
         for atom, value in zip(eqn.invars, ins, strict=True):
             for axis in value.axes:
-                self.note("break", axis, families.bytes_of(atom))
+                self.note("break", axis, atom=atom)
         return [fresh(v.aval.shape) for v in eqn.outvars]
 
     def _followed(self, eqn: Any, ins: Sequence[Value], cuts: Any) -> Iterable[Iterable[Axis]]:
         name = eqn.primitive.name
         if name == "slice":
-            return families.slice_(self, eqn, ins, cuts)
+            return families.window(self, eqn, ins, cuts)
         family = families.FAMILIES.get(name)
         if family is None:
             self.unknown[name] += 1
@@ -192,7 +196,7 @@ class Walk:
     def _same(self, values: Sequence[Value], others: Sequence[Value]) -> None:
         for one, other in zip(values, others, strict=True):
             for a, b in zip(one.axes, other.axes, strict=True):
-                self.same(a, b, 0)
+                self.same(a, b)
 
 
 def _same_rank(one: Any, other: Any) -> bool:
