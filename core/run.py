@@ -6,6 +6,7 @@ and a function of it. `main` makes a `Run`, which owns the folder with
     config.json     the options, versions and what else it takes to repeat the run
     metrics.jsonl   one row per logged step and evaluation
     curves.png      the same as a picture
+    sharding.json   how each parameter is split, for each mesh that it ran on
     checkpoints/    the latest and the best state of training
     nonfinite/      the step that stopped the run, if its loss or gradient was not finite
     summary.json    how it ended

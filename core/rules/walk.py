@@ -181,9 +181,9 @@ class Walk:
             if value.param is not None:  # layers: of other values only the order is kept
                 self.frozen.append(value.axes[0])
         slices = [Value(value.axes[1:], value.param) for value in ins[first:]]
-        self._trips *= length
+        before, self._trips = self._trips, self._trips * length
         outs = self.run(body, ins[:first] + slices)
-        self._trips //= max(length, 1)
+        self._trips = before
         carried = self._repeated(ins[consts:first], outs)
         lead = ins[first].axes[0] if len(ins) > first else fresh([length])[0]
         return carried + [Value((lead, *out.axes)) for out in outs[first - consts :]]

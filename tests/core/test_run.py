@@ -493,3 +493,21 @@ def test_value_that_is_no_longer_in_range_is_named():
     write_config({"run": {"steps": -3}})
     with pytest.raises(UserError, match="steps -3 is out of range"):
         read_config(".", Config())
+
+
+@pytest.mark.parametrize("option", ["explain", "explain_json"])
+@pytest.mark.parametrize("folder", ["", "there"])
+def test_run_that_is_only_explained_leaves_no_trace(option, folder):
+    options = RunOptions(steps=5, folder=folder, **{option: True})
+    one = Run("mine", Config(run=options))
+    one.write("summary.json", {})
+    one.save("more", lambda path: path.write_text(""))
+    assert list(Path().iterdir()) == []
+
+
+def test_run_under_way_may_be_explained():
+    Run("mine", Config(run=RunOptions(steps=5, folder="there")))
+    Path("there/metrics.jsonl").write_text("")
+    before = Path("there/config.json").read_text()
+    Run("mine", Config(size=4, run=RunOptions(steps=5, folder="there", explain=True)))
+    assert Path("there/config.json").read_text() == before
