@@ -15,7 +15,13 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from core.rules.choose import Choice, Colour, choose
-from core.rules.overrides import Overrides, overridden, parse_overrides, path_name
+from core.rules.overrides import (
+    Overrides,
+    misfits,
+    overridden,
+    parse_overrides,
+    path_name,
+)
 from core.rules.walk import Walk
 
 __all__ = ["SMALL", "Inferred", "Overrides", "infer", "parse_overrides", "path_name"]
@@ -58,7 +64,7 @@ def infer(
       batch: arrays or `ShapeDtypeStruct`s.
       mesh: its axis sizes are what is used of it.
       overrides: path regex -> PartitionSpec, which wins over what is inferred.
-      known: path -> PartitionSpec from an earlier time, used where it has all of the parameters.
+      known: path -> PartitionSpec from an earlier time, used where it fits all parameters.
 
     Raises:
       UserError: an override that matches nothing or does not fit; all of them in one message.
@@ -74,7 +80,10 @@ def infer(
         _parameter(i, shape, walk, choice, frozen, mesh)
         for i, (shape, frozen) in enumerate(zip(shapes, walk.frozen_dims(), strict=True))
     ]
-    if known and set(names) <= set(known):
+    if known and all(
+        name in known and not misfits(name, shape, known[name], mesh)
+        for name, shape in zip(names, shapes, strict=True)
+    ):
         kept = "as in the run that made these weights"
         found = [(known[name], role, kept) for name, (_, role, _) in zip(names, found, strict=True)]
     chosen = [

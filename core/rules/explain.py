@@ -118,8 +118,11 @@ def save(folder: Path, inferred: Any, params: Any, mesh: Mesh) -> None:
 
 def load(folder: str | Path, mesh: Mesh) -> dict[str, PartitionSpec]:
     """The shardings that a run used on this mesh, by path; empty where it never ran on it."""
-    kept = _read(Path(folder)).get(_key(mesh), {})
-    return {path: parse_spec(text) for path, text in kept.get("specs", {}).items()}
+    try:
+        kept = _read(Path(folder)).get(_key(mesh), {})
+        return {path: parse_spec(text) for path, text in kept.get("specs", {}).items()}
+    except (AttributeError, TypeError):  # not what was written there
+        return {}
 
 
 def in_words(size: int) -> str:
@@ -133,7 +136,7 @@ def in_words(size: int) -> str:
 def _read(folder: Path) -> dict[str, Any]:
     try:
         return dict(json.loads((folder / FILE).read_text()))
-    except (OSError, ValueError):  # it can be made anew
+    except (OSError, ValueError, TypeError):  # it can be made anew
         return {}
 
 

@@ -72,14 +72,15 @@ def overridden(
                 f"{regex!r} matches no parameter; the nearest paths are {', '.join(near)}"
             )
         for name in hits:
-            faults += _misfits(name, shapes[name], spec, mesh)
+            faults += misfits(name, shapes[name], spec, mesh)
             out[name] = (spec, f"given by the override {regex!r}")
     if faults:
         raise UserError("These sharding overrides do not fit: " + "; ".join(faults) + ".")
     return out
 
 
-def _misfits(name: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> list[str]:
+def misfits(name: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> list[str]:
+    """What of a spec does not fit a parameter or the mesh, each as a sentence."""
     if len(spec) > len(shape):
         return [f"{name} has {len(shape)} dimensions, and {spec} names {len(spec)}"]
     faults, seen = [], set()

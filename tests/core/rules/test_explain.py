@@ -233,8 +233,22 @@ def test_shardings_are_kept_for_each_mesh_and_taken_up_again(tmp_path):
     again = infer(fn, model.params(), model.batch_shapes(), mesh(2), None, kept)
     assert again.specs["layers"][1]["o"] == P(("tensor",))
     assert again.reasons["embed"] == "as in the run that made these weights"
-    other = {"embed": kept["embed"]}  # of another model
-    anew = infer(fn, model.params(), model.batch_shapes(), mesh(2), None, other)
-    assert anew.reasons["embed"] != again.reasons["embed"]
+    # Those of another model, or of one of other sizes, are none of this one.
+    for other in ({"embed": kept["embed"]}, kept | {"norm1": P(None, "tensor")}):
+        anew = infer(fn, model.params(), model.batch_shapes(), mesh(2), None, other)
+        assert anew.reasons["embed"] != again.reasons["embed"]
     given = infer(fn, model.params(), model.batch_shapes(), mesh(2), {"o$": P()}, kept)
     assert given.specs["layers"][1]["o"] == P() and given.specs["embed"] == P(("tensor",))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[1, 2]", "{", '{"fsdp 1, tensor 2": 3}', '{"fsdp 1, tensor 2": {"specs": {"a": 1}}}'],
+)
+def test_file_of_shardings_that_is_damaged_is_made_anew(text, tmp_path):
+    (tmp_path / explain.FILE).write_text(text)
+    assert explain.load(tmp_path, mesh(2)) == {}
+    model = MODELS["perceptron"]()
+    found, *_ = of(model, 2)
+    explain.save(tmp_path, found, model.params(), mesh(2))
+    assert explain.load(tmp_path, mesh(2))
