@@ -5,7 +5,7 @@ python -m algorithms.maml.train
 
 import dataclasses
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import optax
@@ -69,9 +69,9 @@ class Config:
     test_tasks: int = 600
     """Tasks of yet other classes to test on at the end."""
     model: ModelConfig = ModelConfig()
-    optimizer: AdamWOptions = AdamWOptions(1e-3)
-    run: tyro.conf.OmitArgPrefixes[Options] = Options(
-        steps=500, batch_size=32, microbatches="auto", eval_every=100
+    optimizer: AdamWOptions = AdamWOptions(3e-3)
+    run: Annotated[Options, tyro.conf.arg(name="")] = Options(
+        steps=300, batch_size=32, microbatches="auto", eval_every=100
     )
 
     def __post_init__(self) -> None:
@@ -115,6 +115,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "steps": 5000,
         "eval_every": 1000,
         "microbatches": 1,
+        "optimizer": AdamWOptions(1e-2),
     },
 }
 # Finn et al. 2017, appendix A.1, and their code.
