@@ -11,8 +11,9 @@ ZOOM = 2
 
 
 def draw_tasks(tasks, path):
-    """A contact sheet: a task below the other, a class a row, its support left of its queries."""
-    Image.fromarray(np.concatenate([_sheet(task) for task in tasks])).save(path, format="png")
+    """A contact sheet: task beside task, a class a row, its support left of its queries."""
+    sheet = np.concatenate([_sheet(task) for task in tasks], 1)[:, : -8 * GAP]
+    Image.fromarray(sheet).save(path, format="png")
 
 
 def _sheet(task):
@@ -22,10 +23,8 @@ def _sheet(task):
         for part in ("support", "query")
     )
     support, query = (_grid(x[:, :QUERIES]) for x in (support, query))
-    bar = np.full((len(support), 4 * GAP, 3), 255, np.uint8)
-    sheet = np.concatenate([support, bar, query], 1)
-    below = np.full((4 * GAP, sheet.shape[1], 3), 255, np.uint8)
-    return np.concatenate([sheet, below])
+    bar = np.full((len(support), 8 * GAP, 3), 255, np.uint8)
+    return np.concatenate([support, bar[:, : 2 * GAP], query, bar], 1)
 
 
 def _grid(images):
