@@ -9,8 +9,10 @@ Images are [H, W, C] in [0, 1]; a task of N ways has labels 0 to N - 1, its clas
 
 import hashlib
 import random
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -28,7 +30,7 @@ its C files made anew, and asks for packages that nothing here needs, so install
   pip install torch==2.14.1 torchvision==0.29.1 gym scipy requests tqdm"""
 
 
-class Tasks:
+class Tasks(Sequence[Any]):
     """A sequence of so many tasks, each drawn when it is asked for.
 
     Args:
@@ -131,7 +133,7 @@ def digest(splits):
     for split, classes in splits.items():
         for name, pictures in classes.items():
             total.update(f"{split}/{name}/{pictures.shape}".encode())
-            total.update(np.ascontiguousarray(pictures))
+            total.update(pictures.tobytes())
     return total.hexdigest()
 
 
@@ -156,10 +158,10 @@ def load_images(folder, size, color):
         )
     order = sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest())
     cuts = [round(0.64 * len(order)), round(0.8 * len(order))]
-    parts = dict(zip(SPLITS, (order[: cuts[0]], order[cuts[0] : cuts[1]], order[cuts[1] :])))
+    parts = np.split(np.asarray(order), cuts)
     return {
-        split: {name: np.stack([_read(f, size, color) for f in files[name]]) for name in names}
-        for split, names in parts.items()
+        split: {name: np.stack([_read(f, size, color) for f in files[name]]) for name in part}
+        for split, part in zip(SPLITS, parts, strict=True)
     }
 
 

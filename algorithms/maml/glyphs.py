@@ -40,12 +40,12 @@ def load():
     """
     path = cache_folder() / f"glyphs-{_digest()}.npz"
     try:
-        with np.load(path) as file:
-            pictures, class_of, family_of = (file[name] for name in ("pictures", "class", "family"))
+        with path.open("rb") as file, np.load(file) as kept:
+            pictures, class_of, family_of = (kept[name] for name in ("pictures", "class", "family"))
     except (OSError, ValueError, KeyError, BadZipFile):
         pictures, class_of, family_of = render()
         _write(path, {"pictures": pictures, "class": class_of, "family": family_of})
-    splits = {name: [] for name in SHARES}
+    splits: dict[str, list[np.ndarray]] = {name: [] for name in SHARES}
     starts = np.flatnonzero(np.diff(class_of, prepend=-1))
     for part in np.split(np.arange(len(class_of)), starts[1:]):
         splits[side(int(family_of[part[0]]))].append(pictures[part, :, :, None])
@@ -148,7 +148,7 @@ def alike(drawn):
 
 def distinct(pictures, members):
     """The pictures of a class, one from each face that has it, none twice."""
-    found = {}
+    found: dict[bytes, np.ndarray] = {}
     for drawn in pictures.values():
         one = next((drawn[letter][turn] for letter, turn in members if letter in drawn), None)
         if one is not None:

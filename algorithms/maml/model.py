@@ -6,6 +6,7 @@ Shapes: N images or points, H and W their sides, C channels, F filters.
 """
 
 import dataclasses
+import functools
 from typing import Literal
 
 import jax
@@ -131,9 +132,9 @@ def direct(x, kernel, stride):
 
 def max_pool(x):
     """The largest of each 2 x 2 positions of x [N, H, W, F]; an odd last row or column is left."""
-    count, height, width, filters = x.shape
-    x = x[:, : height // 2 * 2, : width // 2 * 2]
-    return jnp.max(x.reshape(count, height // 2, 2, width // 2, 2, filters), (2, 4))
+    high, wide = (side // 2 * 2 for side in x.shape[1:3])
+    corners = [x[:, i:high:2, j:wide:2] for i in range(2) for j in range(2)]
+    return functools.reduce(jnp.maximum, corners)
 
 
 def build(config: ModelConfig, shape, ways):
@@ -145,8 +146,8 @@ def build(config: ModelConfig, shape, ways):
       ways: classes to tell apart.
     """
     if config.convolution == "auto":
-        by = "patches" if jax.default_backend() == "cpu" else "direct"
-        config = dataclasses.replace(config, convolution=by)
+        on_cpu = jax.default_backend() == "cpu"
+        config = dataclasses.replace(config, convolution="patches" if on_cpu else "direct")
 
     def make(key):
         rngs = nnx.Rngs(key)

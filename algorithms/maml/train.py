@@ -22,7 +22,7 @@ from .model import ModelConfig, build
 from .pictures import draw_sines, draw_tasks
 
 POINTS = 100  # at which a sine is tested
-TESTED_SHOTS, TESTED_STEPS = (5, 10), (0, 1, 10)  # of sines, as in the paper's figure 2
+TESTED_SHOTS, TESTED = (5, 10), (0, 1, 10)  # points and steps, as in figure 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,6 +258,7 @@ def test_sines(config: Config, params: dict[str, Any], run: Run) -> dict[str, An
     """Mean squared errors over test tasks after each number of steps; draws one of the tasks."""
     figures: dict[str, Any] = {}
     drawn: dict[str, Any] = {}
+    predictors = {steps: make_predictor(config, params["maml"], run, steps) for steps in TESTED}
     for shots in TESTED_SHOTS:
         draw = make_sines(config, shots, queries=POINTS, grid=True)
         tasks = Tasks(draw, config.test_tasks, config.run.seed, "test")
@@ -265,8 +266,9 @@ def test_sines(config: Config, params: dict[str, Any], run: Run) -> dict[str, An
         shown = int(np.ptp(targets[:10], axis=1).argmax())  # a flat one would show little
         for name, weights in params.items():
             curves = {}
-            for steps in TESTED_STEPS:
-                found = answers(config, predictor(config, tasks, run, weights, steps), tasks, steps)
+            for steps, predictor in predictors.items():
+                predictor.state = dataclasses.replace(predictor.state, params=weights)
+                found = answers(config, predictor, tasks, steps)
                 errors = np.mean(np.square(found - targets), (1, 2))
                 figures[f"{name}, {shots} shots, {steps} steps"] = interval(errors)
                 curves[steps] = found[shown]
@@ -277,22 +279,18 @@ def test_sines(config: Config, params: dict[str, Any], run: Run) -> dict[str, An
     return figures | {"tasks": config.test_tasks}
 
 
-def predictor(config: Config, tasks: Tasks, run: Run, params: Any, steps: int) -> Trainer:
-    """A trainer that answers after so many steps."""
-    model, _ = build(config.model, tasks[0]["query_x"].shape[1:], config.ways)
+def make_predictor(config: Config, params: Any, run: Run, steps: int) -> Trainer:
+    """A trainer that answers about sines after so many steps."""
+    model, _ = build(config.model, (1,), 1)
+    learner = make_learner(config, steps)
     return Trainer(
         maml.collate,
         None,
-        partial(
-            maml.predict,
-            model=model,
-            objective=maml.regression,
-            learner=make_learner(config, steps),
-        ),
+        partial(maml.predict, model=model, objective=maml.regression, learner=learner),
         params,
         None,
         run.mesh,
-        [tasks[0]],
+        [make_sines(config, config.shots)(np.random.default_rng(0))],
         options=config.run,
         overrides=run.overrides,
     )

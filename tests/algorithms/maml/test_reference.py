@@ -28,8 +28,7 @@ def tree(prefix):
     return out
 
 
-@pytest.mark.parametrize("steps, first_order", reference.CASES)
-@pytest.mark.parametrize("kind", reference.SIDES)
+@pytest.mark.parametrize("kind, steps, first_order", reference.CASES)
 def test_the_meta_gradient_is_learn2learns(kind, steps, first_order, x64):
     config = ModelConfig(reference.FILTERS, pool=kind == "pooled")
     model, _ = build(config, reference.SIDES[kind], reference.WAYS)
