@@ -99,10 +99,11 @@ def normalize(x, scale, bias, count):
     """x [N, H, W, F] with the mean and variance of each filter over the first `count` images."""
     y = at_least_float32(x)
     axes = (0, 1, 2)
-    mean = jnp.mean(y[:count], axes)[None, None, None]
-    variance = jnp.mean(jnp.square(y[:count] - mean), axes)[None, None, None]
-    scale, bias = (at_least_float32(p)[None, None, None] for p in (scale, bias))
-    return ((y - mean) * jax.lax.rsqrt(variance + EPSILON) * scale + bias).astype(x.dtype)
+    centred = y - jnp.mean(y[:count], axes)[None, None, None]
+    variance = jnp.mean(jnp.square(centred[:count]), axes)
+    scale = at_least_float32(scale) * jax.lax.rsqrt(variance + EPSILON)
+    bias = at_least_float32(bias)
+    return (centred * scale[None, None, None] + bias[None, None, None]).astype(x.dtype)
 
 
 def by_patches(x, kernel, stride):

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from core import Loss, MeshOptions, Trainer, TrainOptions, UserError, make_mesh
+from core.errors import NotFinite
 from core.mesh import row_shards
 from core.optimizer import AdamWOptions
 from core.report import ReportOptions
@@ -483,7 +484,7 @@ def test_a_loss_that_is_not_finite_stops_before_it_spoils_the_weights(microbatch
         optimizer=optax.adam(0.5), batch_size=2, microbatches=microbatches, steps=40
     )
     data = [1.0] * 9 + [np.nan]
-    with pytest.raises(UserError, match=r"^Step [1-5] \(epoch 0\) was not finite.* in row 9"):
+    with pytest.raises(NotFinite, match=r"^Step [1-5] \(epoch 0\) was not finite.* in row 9"):
         trainer.fit(data)
     assert np.isfinite(jax.device_get(jax.tree.leaves(trainer.state))).all()
 
