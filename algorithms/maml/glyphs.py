@@ -70,10 +70,9 @@ def render():
     seen = Counter(letter for letters in fonts.values() for letter in letters)
     letters = sorted(letter for letter, number in seen.items() if number >= FACES)
     pictures = {path: turned(path, [x for x in letters if x in fonts[path]]) for path in fonts}
-    classes, families = Union(), Union()
+    classes = Union()
     for drawn in pictures.values():
         for one, other, turn in alike(drawn):
-            families.join(one, other)
             for start in range(TURNS):
                 classes.join((one, start), (other, (start + turn) % TURNS))
     members = defaultdict(list)
@@ -82,7 +81,8 @@ def render():
     drawn = {first: distinct(pictures, members[first]) for first in sorted(members)}
     drawn = {first: found for first, found in drawn.items() if len(found) >= FACES}
     sizes = [len(found) for found in drawn.values()]
-    family_of = [families.first(letter) for letter, _ in drawn]
+    # Where two letters share a class, they do so in all turns: the first letter tells them apart.
+    family_of = [letter for letter, _ in drawn]
     return (
         np.concatenate(list(drawn.values())),
         np.repeat(np.arange(len(sizes)), sizes),

@@ -71,7 +71,7 @@ class Config:
     model: ModelConfig = ModelConfig()
     optimizer: AdamWOptions = AdamWOptions(3e-3)
     run: Annotated[Options, tyro.conf.arg(name="")] = Options(
-        steps=300, batch_size=32, microbatches="auto", eval_every=100
+        steps=200, batch_size=32, microbatches="auto", eval_every=100
     )
 
     def __post_init__(self) -> None:

@@ -80,6 +80,32 @@ def test_look_alikes_are_one_class_and_their_turns_stay_together(monkeypatch):
     assert {ord("u"), ord("n")} & set(family_of) == {ord("n")}
 
 
+def test_a_turned_letter_is_of_the_class_that_it_looks_like(monkeypatch):
+    """Letter 2 is letter 1 turned by 90 degrees, letter 3 another; a last face lacks letter 1."""
+    rng = np.random.default_rng(0)
+    drawn, upright = {}, []
+    for face in range(glyphs.FACES + 1):
+        one, three = rng.integers(0, 256, (2, 28, 28)).astype(np.uint8)
+        looks = {1: (one, 0), 2: (one, 1), 3: (three, 0)}
+        if face == glyphs.FACES:
+            del looks[1]
+        drawn[face] = {
+            letter: np.stack([np.rot90(ink, start + turn) for turn in range(glyphs.TURNS)])
+            for letter, (ink, start) in looks.items()
+        }
+        upright.append(one)
+    monkeypatch.setattr(glyphs, "faces", lambda: {face: set(drawn[face]) for face in drawn})
+    monkeypatch.setattr(glyphs, "turned", lambda face, letters: drawn[face])
+    pictures, class_of, family_of = glyphs.render()
+    assert np.bincount(class_of).tolist() == [glyphs.FACES + 1] * 8
+    for turn in range(glyphs.TURNS):
+        (kind,) = {
+            class_of[(pictures == np.rot90(one, turn)).all((1, 2))].item() for one in upright
+        }
+        assert set(family_of[class_of == kind]) == {1}
+    assert sorted(set(family_of)) == [1, 3]
+
+
 def test_distance_and_union_by_hand():
     a = np.zeros((4, 2, 2), np.uint8)
     a[:, 0, 0] = 100

@@ -125,7 +125,7 @@ def test_a_folder_of_pictures_is_learnt_from_beside_the_nearest_pixels(images, t
 
 
 def test_settings_follow_the_data_set_and_the_command_line_wins():
-    assert config().inner_rate == 0.4 and config().run.steps == 300
+    assert config().inner_rate == 0.4 and config().run.steps == 200
     sines = config("--dataset", "sinusoid", "--shots", "5")
     assert (sines.inner_rate, sines.shots, sines.run.batch_size) == (0.01, 5, 25)
     published = config("--dataset", "omniglot", "--full", "--steps", "7")
