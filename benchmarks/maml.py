@@ -4,8 +4,8 @@
 
 Four convolutions of 64 filters, 5 ways, 1 shot, 1 query, 32 tasks to a meta-step of Adam, float32.
 Both run on one core and take turns; what counts is the time of that core, so that what else the
-machine does weighs little. Medians of the ratios are shown; the aim is 3 times. Then the memory that
-a compiled step needs besides its arguments, by the number of inner steps.
+machine does weighs little. Medians of the ratios are shown; the aim is 3 times. Then the memory
+that a compiled step needs besides its arguments, by the number of inner steps.
 """
 
 import dataclasses

@@ -31,7 +31,7 @@ SETTINGS = {
         *["--test-tasks", "2000"],
     ],
     "glyphs-20w1s": [
-        *["--ways", "20", "--batch-size", "16", "--steps", "400", "--test-tasks", "1000"],
+        *["--ways", "20", "--batch-size", "16", "--steps", "120", "--test-tasks", "500"],
     ],
 }
 # Means and 95 % intervals that its authors give for (points, steps).
