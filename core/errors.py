@@ -9,6 +9,10 @@ class UserError(ValueError):
     """A mistake the user can mend; the message says what was given, what fits, what to change."""
 
 
+class NotFinite(UserError):
+    """A run stopped since its loss or gradient is not finite; a script may add what is likely."""
+
+
 def at_least(options: Any, name: str, least: float) -> None:
     """Raises a `UserError` where a numeric option is below its least value, or beyond 32 bits."""
     value = getattr(options, name)

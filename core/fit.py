@@ -21,7 +21,7 @@ from core import nonfinite
 from core.checkpoint import Best, Checkpoints, SaveError, check_savable, like
 from core.data import Batch, Examples, batches, order, some
 from core.encoding import decoded, encoded
-from core.errors import UserError, differences
+from core.errors import NotFinite, UserError, differences
 from core.mesh import row_shards
 from core.report import Report
 from core.rules import explain
@@ -384,7 +384,7 @@ class Loop:
         also = f", nor the {options.too_many - 1} after it" if options.too_many > 1 else ""
         where = f"Step {bad}" if again > bad else f"Step {bad} (epoch {epoch})"
         it = f"step {again} (epoch {epoch})" if again > bad else "it"
-        raise UserError(
+        raise NotFinite(
             f"{where} was not finite{also}. Done once more, {it} has {said} No "
             "update was applied from there on. Try a lower learning rate, a lower clip norm, the "
             "compute dtype float32, or on_nonfinite skip."

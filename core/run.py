@@ -155,12 +155,17 @@ class Run:
 def launch(config_type: type[C], main: Callable[[C], Any]) -> None:
     """Reads the command line into a config and runs `main` with it.
 
+    Where the config has a method `defaults`, the config that it returns holds the options that the
+    command line does not give: those of a data set, say, that it does.
+
     A `UserError` prints as one paragraph and exits with 2; everything else is a bug and shows its
     traceback.
     """
     debug = "--debug" in sys.argv
     try:
         config = tyro.cli(config_type)
+        if defaults := getattr(config, "defaults", None):
+            config = tyro.cli(config_type, default=defaults())
         options: Any = config.run  # type: ignore[attr-defined]
         if replay := getattr(options, "replay", ""):
             # The options of that run stand for those that the command line does not give.

@@ -35,7 +35,7 @@ from core.contract import (
 from core.data import AHEAD, Batch, Examples, Layout, batches, check_batch, collated, count, some
 from core.errors import UserError, at_least
 from core.fit import Loop, Metrics, Score, Source
-from core.mesh import is_cpu
+from core.mesh import is_cpu, row_shards
 from core.nonfinite import replay
 from core.report import ReportOptions
 from core.rules import Overrides, explain, infer
@@ -67,8 +67,10 @@ class TrainOptions:
     """Passes over the training data, where steps is 0."""
     batch_size: int = 16
     """Examples per optimizer step, over all devices, hosts and microbatches."""
-    microbatches: int = 1
-    """Parts that a batch is computed in, one after the other, to save memory."""
+    microbatches: int | Literal["auto"] = 1
+    """Parts that a batch is computed in, one after the other, to save memory. "auto" is one part on
+    accelerators and one row per device on CPU; it leaves the mesh free to change when a run goes
+    on, and is meant for a loss that draws nothing, since each part has its own key."""
     clip_norm: float = 0.0
     """Largest global norm of the gradient, a larger gradient is scaled down to it; 0 is off."""
     compute_dtype: str = "auto"
@@ -99,7 +101,8 @@ class TrainOptions:
         for name in ("steps", "eval_every", "save_every", "seed", "clip_norm"):
             at_least(self, name, 0)
         for name in ("epochs", "batch_size", "microbatches", "keep", "max_skipped"):
-            at_least(self, name, 1)
+            if getattr(self, name) != "auto":
+                at_least(self, name, 1)
         if self.on_nonfinite not in ("stop", "skip"):
             raise UserError(f"on_nonfinite {self.on_nonfinite!r} is not possible: stop or skip.")
 
@@ -164,7 +167,8 @@ class Trainer:
     ):
         check_signatures(collate, loss, predict)
         self.options = options = options or TrainOptions()
-        if whole_batch and options.microbatches > 1:
+        parts = microbatches(options, mesh)
+        if whole_batch and parts > 1:
             raise UserError(
                 "This loss looks across the rows of a batch, so it must see them at once: use "
                 f"1 microbatch instead of {options.microbatches}."
@@ -173,7 +177,7 @@ class Trainer:
         self.folder = Path(folder) if folder else None
         self.collate, self.loss, self.predict_fn = collate, loss, predict
         self.summarize = summarize or (lambda metrics: {})
-        self.layout = Layout(mesh, options.batch_size, options.microbatches)
+        self.layout = Layout(mesh, options.batch_size, parts)
         self._flat = functools.cache(lambda rows: Layout(mesh, rows))
         self.dtype = compute_dtype(options.compute_dtype, mesh)
 
@@ -433,6 +437,21 @@ def _weights(init: Any, key: jax.Array) -> tuple[Any, Callable[[Any], Any]]:
 
 def _master(params: Any) -> Any:
     return jax.tree.map(lambda p: at_least_float32(p) if is_floating(p) else p, params)
+
+
+def microbatches(options: TrainOptions, mesh: Mesh) -> int:
+    """The number of microbatches that an option stands for.
+
+    "auto" on CPU gives each device one row of a microbatch; where the batch does not divide so, the
+    microbatches are as large as they can be without a second row on any device.
+    """
+    if options.microbatches != "auto":
+        return options.microbatches
+    if not is_cpu(mesh):
+        return 1
+    size = options.batch_size
+    divisors = (parts for parts in range(1, size + 1) if size % parts == 0)
+    return next(parts for parts in divisors if size // parts <= row_shards(mesh))
 
 
 def compute_dtype(name: str, mesh: Mesh) -> Any:

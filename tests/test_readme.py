@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("algorithms/*/README.md")]
 MODULES = {"algorithms.lm.train", "algorithms.lm.generate"}
-MODULES |= {"algorithms.ppo.train", "algorithms.ppo.play"}
+MODULES |= {"algorithms.ppo.train", "algorithms.ppo.play", "algorithms.maml.train"}
 
 
 def commands():

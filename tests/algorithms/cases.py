@@ -7,9 +7,13 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 
 from algorithms.lm import lm
 from algorithms.lm.model import ModelConfig, build
+from algorithms.maml import maml
+from algorithms.maml.model import ModelConfig as NetworkConfig
+from algorithms.maml.model import build as build_network
 from algorithms.ppo import ppo
 from algorithms.ppo.model import build as build_agent
 from core.decode import Sampling
@@ -67,4 +71,27 @@ def ppo_case():
     )
 
 
-CASES = {"lm": lm_case, "ppo": ppo_case}
+def maml_case():
+    model, init = build_network(NetworkConfig(), (1,), 1)
+    bound = {
+        "model": model,
+        "objective": maml.regression,
+        "learner": partial(maml.adapt, optimizer=optax.sgd(0.05), steps=2),
+    }
+    rng = np.random.default_rng(0)
+    shapes = {"support_x": (3, 1), "support_y": (3, 1), "query_x": (4, 1), "query_y": (4, 1)}
+    tasks = [
+        {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+        for _ in range(5)
+    ]
+    return Case(
+        maml.collate,
+        partial(maml.loss, **bound),
+        partial(maml.predict, **bound),
+        init(jax.random.key(0)),
+        tasks,
+        [{name: task[name] for name in maml.INPUTS} for task in tasks],
+    )
+
+
+CASES = {"lm": lm_case, "maml": maml_case, "ppo": ppo_case}

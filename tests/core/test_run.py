@@ -92,6 +92,19 @@ def test_script_that_trains_nothing_has_the_options_of_devices_only(launched):
     assert code == 2 and "Unrecognized options: --steps" in err
 
 
+@dataclasses.dataclass(frozen=True)
+class PresetConfig(Config):
+    def defaults(self):
+        return dataclasses.replace(self, size=9, ratio=0.25) if self.texts == ("b",) else self
+
+
+def test_defaults_may_follow_from_other_options_and_the_command_line_wins(launched):
+    seen = []
+    for given in ((), ("--texts", "b"), ("--texts", "b", "--size", "4")):
+        assert launched(seen.append, *given, config=PresetConfig)[0] == 0
+    assert [(one.size, one.ratio) for one in seen] == [(Config().size, 0.5), (9, 0.25), (4, 0.25)]
+
+
 def test_devices_are_simulated_and_hosts_joined_before_main(launched, monkeypatch):
     order = []
     monkeypatch.setattr(run, "simulate_devices", lambda count: order.append(count))

@@ -11,8 +11,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from core import Loss, MeshOptions, Trainer, TrainOptions, UserError, make_mesh
+from core.errors import NotFinite
+from core.mesh import row_shards
 from core.optimizer import AdamWOptions
 from core.report import ReportOptions
+from core.trainer import microbatches
 from tests import toy
 
 QUIET = ReportOptions(quiet=True)
@@ -136,6 +139,28 @@ one_batch_reference = functools.cache(lambda: in_microbatches({}, 1))
 )
 def test_microbatches_do_not_change_loss_or_gradient(x64, sizes, microbatches):
     close(in_microbatches(sizes, microbatches), one_batch_reference())
+
+
+@pytest.mark.parametrize(
+    "batch_size, sizes, parts",
+    [(16, {}, 16), (16, dict(data=8), 2), (16, dict(data=2, fsdp=4), 2), (12, dict(data=8), 2)]
+    + [(4, dict(data=8), 1), (25, dict(data=2), 25), (6, dict(data=2, tensor=4), 3)],
+    ids=str,
+)
+def test_auto_microbatches_give_a_cpu_device_one_row_at_most(batch_size, sizes, parts):
+    layout = value_trainer(mesh(**sizes), batch_size, "auto").layout
+    assert layout.microbatches == parts and layout.width == row_shards(mesh(**sizes))
+
+
+def test_auto_microbatches_are_one_on_an_accelerator(monkeypatch):
+    monkeypatch.setattr("core.trainer.is_cpu", lambda mesh: False)
+    assert microbatches(TrainOptions(microbatches="auto"), mesh()) == 1
+    assert microbatches(TrainOptions(microbatches=4), mesh()) == 4
+
+
+def test_auto_microbatches_change_no_number_and_are_kept_as_such(x64):
+    close(in_microbatches(dict(data=8), "auto"), one_batch_reference())
+    assert TrainOptions(microbatches="auto").settings()["microbatches"] == "auto"
 
 
 @pytest.mark.parametrize("sizes, k", [({}, 1), ({}, 2), (dict(data=2), 1), (dict(data=8), 2)])
@@ -459,7 +484,7 @@ def test_a_loss_that_is_not_finite_stops_before_it_spoils_the_weights(microbatch
         optimizer=optax.adam(0.5), batch_size=2, microbatches=microbatches, steps=40
     )
     data = [1.0] * 9 + [np.nan]
-    with pytest.raises(UserError, match=r"^Step [1-5] \(epoch 0\) was not finite.* in row 9"):
+    with pytest.raises(NotFinite, match=r"^Step [1-5] \(epoch 0\) was not finite.* in row 9"):
         trainer.fit(data)
     assert np.isfinite(jax.device_get(jax.tree.leaves(trainer.state))).all()
 

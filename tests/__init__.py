@@ -1,0 +1,1 @@
+"""The suite. A package, since learn2learn installs one of the same name."""
