@@ -62,7 +62,7 @@ def adapt(loss, params, optimizer, steps, first_order=False, remat=False):
       steps: how many; 0 gives back the parameters.
       first_order: let no derivative through the gradients of the steps.
       remat: keep only the parameters of each step for the backward pass and compute the rest again,
-        which takes about a third more time, and memory that hardly grows with the steps.
+        which takes a little more time, and memory that hardly grows with the steps.
     """
 
     def whole(trained):
