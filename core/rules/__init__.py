@@ -14,14 +14,10 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
+from core.errors import UserError
 from core.rules.choose import Choice, Colour, choose
-from core.rules.overrides import (
-    Overrides,
-    misfits,
-    overridden,
-    parse_overrides,
-    path_name,
-)
+from core.rules.factors import expand, size
+from core.rules.overrides import Overrides, misfits, overridden, parse_overrides, path_name
 from core.rules.walk import Walk
 
 __all__ = ["SMALL", "Inferred", "Overrides", "infer", "parse_overrides", "path_name"]
@@ -67,7 +63,8 @@ def infer(
       known: path -> PartitionSpec from an earlier time, used where it fits all parameters.
 
     Raises:
-      UserError: an override that matches nothing or does not fit; all of them in one message.
+      UserError: an override that matches nothing or does not fit; all of them in one message. A
+        grouped convolution that XLA would get wrong on this mesh.
     """
     leaves, tree = jax.tree_util.tree_flatten_with_path(params)
     names = [path_name(path) for path, _ in leaves]
@@ -76,6 +73,7 @@ def infer(
 
     walk = Walk(jax.make_jaxpr(fn)(params, batch), len(leaves))
     choice = choose(walk, [math.prod(shape) for shape in shapes], mesh.shape["tensor"])
+    _check_groups(walk, choice, mesh)
     found = [
         _parameter(i, shape, walk, choice, frozen, mesh)
         for i, (shape, frozen) in enumerate(zip(shapes, walk.frozen_dims(), strict=True))
@@ -97,6 +95,20 @@ def infer(
         problems=_problems(walk, choice, mesh.shape["tensor"]),
         factors=walk,
     )
+
+
+def _check_groups(walk: Walk, choice: Choice, mesh: Mesh) -> None:
+    """With a batch that is split, and groups of a convolution that are not split over tensor, XLA
+    multiplies the gradient of its kernel by the size of tensor, or aborts (jax 0.10.2)."""
+    tensor, rows = mesh.shape["tensor"], mesh.shape["data"] * mesh.shape["fsdp"]
+    split = {factor for colour in choice.colours if not colour.verdict for factor in colour.factors}
+    whole = {size(axis) for axis in walk.grouped if not split & {*expand(axis)}}
+    if tensor > 1 and rows > 1 and whole:
+        raise UserError(
+            f"A convolution in {', '.join(map(str, sorted(whole)))} groups is not split over "
+            f"tensor {tensor}, and with a batch that is split too XLA's gradient of it is wrong. "
+            "Use a tensor size that divides the groups, or 1, or data 1 and fsdp 1."
+        )
 
 
 def _parameter(

@@ -76,16 +76,29 @@ def convolution(walk: "Walk", eqn: Any, ins: Ins) -> Outs:
     walk.frozen += [right.axes[i] for i in rhs[2:]]
     for i in lhs[2:]:
         walk.note("break", left.axes[i])
-    grouped = eqn.params["feature_group_count"] > 1
-    depthwise = grouped and size(features) == size(kernels)
-    if eqn.params["batch_group_count"] > 1 or (grouped and not depthwise):
+    if eqn.params["batch_group_count"] > 1:
         return walk.broken(eqn, ins)
-    walk.same(features, kernels if depthwise else right.axes[rhs[1]])
-    if not depthwise:
+    if (groups := eqn.params["feature_group_count"]) > 1:
+        _grouped(walk, groups, features, kernels, right.axes[rhs[1]])
+    else:
+        walk.same(features, right.axes[rhs[1]])
         walk.note("contract", features, left.param if right.param is None else right.param)
     walk.note("column", kernels, right.param)
     axes[out[0]], axes[out[1]] = left.axes[lhs[0]], kernels
     return [axes]
+
+
+def _grouped(walk: "Walk", groups: int, features: Axis, kernels: Axis, inner: Axis) -> None:
+    """Groups go side by side: what goes in and what comes out of a group is never split."""
+    walk.grouped += [shared := fresh([groups])[0]]
+    walk.frozen += [inner]
+    for axis in (features, kernels):
+        parts = regroup(axis, (groups, size(axis) // groups))
+        if parts is None:
+            walk.note("break", axis)
+        else:
+            walk.same(shared, parts[0])
+            walk.frozen += [parts[1]]
 
 
 def broadcast_in_dim(walk: "Walk", eqn: Any, ins: Ins) -> Outs:

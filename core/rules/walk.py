@@ -58,6 +58,7 @@ class Walk:
         self.frozen: list[Axis] = []  # never split: walked by a scan, or windows of convolutions
         self.pieces: list[tuple[Axis, Axis]] = []  # cut out of an axis, and that axis
         self.fused: list[Axis] = []  # the numbers of parts that fused weights are cut into
+        self.grouped: list[Axis] = []  # the numbers of groups of grouped convolutions
         self.unknown: Counter[str] = Counter()
         self.equations = 0
         self.failed = ""  # the equation at which the walk ended before its time

@@ -494,13 +494,14 @@ def residual_convolutions(layers=L):
     return Model(shapes, IMAGES, loss)
 
 
-def depthwise():
-    shapes = {"stem": (1, 1, 3, 32), "deep": (3, 3, 1, 32), "point": (1, 1, 32, 64)}
-    shapes |= {"head": (64, V)}
+def grouped_convolutions(groups=8, channels=32):
+    """Depthwise where there are as many groups as channels."""
+    shapes = {"stem": (1, 1, 3, channels), "deep": (3, 3, channels // groups, channels)}
+    shapes |= {"point": (1, 1, channels, 64), "head": (64, V)}
 
     def loss(params, batch, key):
         x = convolve(batch["image"], params["stem"])
-        x = jax.nn.relu(convolve(x, params["deep"], groups=32))
+        x = jax.nn.relu(convolve(x, params["deep"], groups=groups))
         x = jax.nn.relu(convolve(x, params["point"]))
         return cross_entropy(x.mean((1, 2)) @ params["head"], batch["label"])
 
@@ -601,7 +602,8 @@ MODELS: dict[str, Callable[..., Model]] = {
     "mamba": mamba,
     "perceptron": perceptron,
     "residual convolutions": residual_convolutions,
-    "depthwise convolutions": depthwise,
+    "grouped convolutions": grouped_convolutions,
+    "depthwise convolutions": partial(grouped_convolutions, 32),
     "maml": maml,
     "actor and critic": actor_critic,
 }
